@@ -46,43 +46,23 @@ Differs from the paper (most are the customary details of PPO implementations; d
 Read `main` first, then "The math".
 """
 
-import contextlib
-import csv
-import dataclasses
-import importlib.metadata
-import json
-import math
-import os
-import pickle
-import platform
-import random
-import shlex
-import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
-import warnings
-from collections import defaultdict, deque
-from dataclasses import dataclass
+import contextlib, dataclasses, importlib.metadata, json, math, os, random, signal, subprocess, sys, time
 from pathlib import Path
-from typing import Literal, NoReturn
+from types import SimpleNamespace
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import AutoresetMode
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-SCRIPT = Path(__file__).stem
-FORMAT_VERSION = 1
+SCRIPT, FORMAT_VERSION = Path(__file__).stem, 1
 
 
-@dataclass
+@dataclasses.dataclass
 class Args:
     # Run
     exp_name: str = SCRIPT
@@ -113,8 +93,6 @@ class Args:
     """episodes per evaluation"""
     checkpoint_every: int = 100_000
     """steps between two checkpoints (one more at the end); 0 = at the end only"""
-    keep_checkpoints: int = 1
-    """checkpoints to keep: the newest is checkpoint.pt, with more than 1 also checkpoint_STEP.pt"""
     max_skipped_updates: int = 10
     """stop when this many updates in a row were skipped because loss or gradient was not finite"""
     resume: str | None = None
@@ -178,13 +156,10 @@ class Args:
     clip_reward: float = 10.0
     """clip range of scaled rewards"""
 
-    @property
-    def batch_size(self) -> int:
-        return self.num_envs * self.num_steps
+    batch_size = property(lambda self: self.num_envs * self.num_steps)
+    num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
+    obs_clip = property(lambda self: self.clip_obs if self.norm_obs else None)
 
-    @property
-    def num_iterations(self) -> int:
-        return self.total_timesteps // self.batch_size
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,15 +168,11 @@ class Args:
 def make_envs(args: Args, num_envs: int, seed: int) -> gym.vector.VectorEnv:
     """The training environments: a vector environment in SAME_STEP autoreset. Replace it to train on anything else."""
     prepare_mujoco()
-    envs = gym.make_vec(
-        args.env_id,
-        num_envs=num_envs,
-        vectorization_mode="sync",
-        # copy=False: step() writes into the array that it returned before, which has been used by then.
-        vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP, "copy": False},
-        # An environment may reuse one observation array; without the copy its final observation would show the reset's.
-        wrappers=[lambda env: gym.wrappers.TransformObservation(env, np.copy, env.observation_space)],
-    )
+    # An environment may reuse one observation array: without the copy its final observation would show the reset's.
+    # The vector environment itself need not copy: what step() returned has been used when the next step overwrites it.
+    mode = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
+    copied = [lambda env: gym.wrappers.TransformObservation(env, np.copy, env.observation_space)]
+    envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs=mode, wrappers=copied)
     envs.action_space.seed(seed)
     return envs
 
@@ -216,22 +187,36 @@ def make_eval_env(args: Args, seed: int, render_mode: str | None = None) -> gym.
 
 def prepare_mujoco() -> None:
     """Render through EGL without a display; keep MuJoCo's warnings out of a MUJOCO_LOG.TXT in the user's folder."""
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")
+    if sys.platform == "linux" and "DISPLAY" not in os.environ: os.environ.setdefault("MUJOCO_GL", "egl")
     with contextlib.suppress(ImportError):
         import mujoco
 
-        # gymnasium's own HalfCheetah model triggers the settotalmass notice at every construction.
-        mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else warnings.warn(text, stacklevel=1))
+        # gymnasium's own HalfCheetah model causes the settotalmass notice at every construction.
+        mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
+
+
+@contextlib.contextmanager
+def environment_errors(args: Args, when: str):
+    """Stop with exit code 3 when the environment raises."""
+    try:
+        yield
+    except Exception as error:
+        stop(3, f"{args.env_id} raised {error!r} {when}. Mend it, then --resume.")
+
+
+def check_finite(args: Args, step: int, **arrays: np.ndarray) -> None:
+    """Stop before an observation or reward that is nan or infinite reaches the statistics or the rollout."""
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            stop(3, f"{args.env_id} gave a non-finite {name} at step {step}: {array}. Mend it, then --resume.")
 
 
 def action_transform(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
-    """(scale, shift), both flat: policy units to the environment's, [-1, 1] to [low, high] where both are finite."""
+    """(scale, shift), flat: from the policy's units to the environment's, [-1, 1] to [low, high] where finite."""
     with np.errstate(over="ignore", invalid="ignore"):
-        width = space.high.ravel() - space.low.ravel()  # infinite too for a range as wide as the type
-    bounded = np.isfinite(width)
-    center = np.where(bounded, space.low.ravel() / 2 + space.high.ravel() / 2, 0)
-    return np.where(bounded, width / 2, 1).astype(space.dtype), center.astype(space.dtype)
+        half, middle = (space.high - space.low).ravel() / 2, (space.high + space.low).ravel() / 2
+    bounded = np.isfinite(half)  # a range as wide as the float type is no range either
+    return np.where(bounded, half, 1).astype(space.dtype), np.where(bounded, middle, 0).astype(space.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,54 +230,29 @@ def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
 
 
 def mlp(inputs: int, outputs: int, last_std: float, hidden: int = 64) -> nn.Sequential:
-    return nn.Sequential(
-        layer_init(nn.Linear(inputs, hidden)),
-        nn.Tanh(),
-        layer_init(nn.Linear(hidden, hidden)),
-        nn.Tanh(),
-        layer_init(nn.Linear(hidden, outputs), last_std),
-    )
+    return nn.Sequential(layer_init(nn.Linear(inputs, hidden)), nn.Tanh(), layer_init(nn.Linear(hidden, hidden)),
+                         nn.Tanh(), layer_init(nn.Linear(hidden, outputs), last_std))
 
 
-class Actor(nn.Module):
-    """Diagonal Gaussian policy: the mean depends on the observation, the log std does not."""
+class Agent(nn.Module):
+    """Diagonal Gaussian policy, whose log std does not depend on the observation, and state value; nothing shared."""
 
     def __init__(self, obs_dim: int, action_dim: int):
         super().__init__()
-        self.mean = mlp(obs_dim, action_dim, last_std=0.01)  # small: the first actions are the noise's
-        self.log_std = nn.Parameter(torch.zeros(action_dim))
-
-    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., obs_dim) -> mean (..., action_dim), log_std (action_dim,)"""
-        return self.mean(obs), self.log_std
-
-
-class Critic(nn.Module):
-    def __init__(self, obs_dim: int):
-        super().__init__()
-        self.value = mlp(obs_dim, 1, last_std=1.0)
-
-    def forward(self, obs: Tensor) -> Tensor:
-        """(..., obs_dim) -> (...)"""
-        return self.value(obs).squeeze(-1)
+        self.actor_mean = mlp(obs_dim, action_dim, last_std=0.01)  # small: at first the noise decides
+        self.actor_log_std = nn.Parameter(torch.zeros(action_dim))
+        self.critic = nn.Sequential(*mlp(obs_dim, 1, last_std=1.0), nn.Flatten(-2))  # (..., N, obs_dim) -> (..., N)
 
 
 def numpy_policy(network: nn.Sequential):
     """A NumPy copy of the network as it is now: for one observation at a time PyTorch takes three times as long."""
-    layers = []
-    for module in network:
-        if isinstance(module, nn.Linear):
-            weight, bias = (p.detach().cpu().numpy().copy() for p in (module.weight.T, module.bias))
-            layers.append(lambda x, weight=weight, bias=bias: x @ weight + bias)
-        elif isinstance(module, nn.Tanh):
-            layers.append(np.tanh)
-        else:
-            raise TypeError(f"numpy_policy knows no {type(module).__name__}: add it here")
+    *hidden, last = [[p.detach().cpu().numpy().T.copy() for p in layer.parameters()] for layer in network[::2]]
+    if not all(isinstance(layer, nn.Tanh) for layer in network[1::2]):
+        raise TypeError(f"numpy_policy knows Linear and Tanh by turns, not {network}: teach it the new layer")
 
     def forward(x: np.ndarray) -> np.ndarray:
-        for layer in layers:
-            x = layer(x)
-        return x
+        for weight, bias in hidden: x = np.tanh(x @ weight + bias)
+        return x @ last[0] + last[1]
 
     return forward
 
@@ -308,24 +268,18 @@ class RunningMeanStd:
 
     def update(self, x: np.ndarray | Tensor) -> None:
         """Count every row of x, (..., *shape)."""
-        x = x.detach().cpu().numpy() if isinstance(x, Tensor) else x
-        x = np.asarray(x, dtype=np.float64).reshape(-1, *self.mean.shape)
-        count, batch_mean = len(x), np.add.reduce(x, 0) / len(x)
-        total, delta, deviation = self.count + count, batch_mean - self.mean, x - batch_mean
-        squares = np.add.reduce(deviation * deviation, 0) + delta * delta * (self.count * count / total)
+        x = np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x, np.float64).reshape(-1, *self.mean.shape)
+        total, batch_mean = self.count + len(x), np.add.reduce(x, 0) / len(x)
+        deviation, delta = x - batch_mean, batch_mean - self.mean
+        squares = np.add.reduce(deviation * deviation, 0) + delta * delta * (self.count * len(x) / total)
         self.var = (self.var * self.count + squares) / total
-        self.mean = self.mean + delta * (count / total)
-        self.count = total
+        self.mean, self.count = self.mean + delta * (len(x) / total), total
 
     def normalize(self, x: np.ndarray | Tensor, clip: float | None = None) -> np.ndarray | Tensor:
         """(x - mean) / sqrt(var + 1e-8), clipped to +-clip; x itself before the first update."""
-        std = np.sqrt(self.var + 1e-8) if self.count else self.var
-        if isinstance(x, Tensor):
-            mean, std = (torch.as_tensor(s, device=x.device) for s in (self.mean, std))
-            y = ((x - mean) / std).to(torch.promote_types(x.dtype, torch.float32))
-            return y if clip is None else y.clamp(-clip, clip)
-        y = ((x - self.mean) / std).astype(np.result_type(x, np.float32))
-        return y if clip is None else y.clip(-clip, clip)
+        if isinstance(x, Tensor): return torch.from_numpy(self.normalize(x.detach().cpu().numpy(), clip)).to(x.device)
+        y = (x - self.mean) / (np.sqrt(self.var + 1e-8) if self.count else 1)
+        return (y if clip is None else y.clip(-clip, clip)).astype(np.result_type(x, np.float32))
 
     def state_dict(self) -> dict:
         return {"mean": torch.tensor(self.mean), "var": torch.tensor(self.var), "count": self.count}
@@ -351,23 +305,15 @@ class RewardScaler:
 # ---------------------------------------------------------------------------------------------------------------------
 # The math
 # ---------------------------------------------------------------------------------------------------------------------
-def compute_gae(
-    rewards: Tensor,
-    values: Tensor,
-    next_values: Tensor,
-    terminations: Tensor,
-    dones: Tensor,
-    gamma: float,
-    gae_lambda: float,
-) -> tuple[Tensor, Tensor]:
+def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminations: Tensor, dones: Tensor,
+                gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, arXiv:1506.02438 eq. 16. All (T, N); returns (advantages, returns).
 
     delta_t = r_t + gamma * V(s_{t+1}) - V(s_t), without V(s_{t+1}) where the episode terminated.
     A_t = delta_t + gamma * lambda * A_{t+1}, cut where the episode ended for any reason (dones).
     next_values[t] is V of the observation that step t led to: at a truncation the episode's last, not the reset's.
     """
-    next_values = next_values.masked_fill(terminations.bool(), 0)
-    deltas = rewards + gamma * next_values - values  # (T, N)
+    deltas = rewards + gamma * next_values.masked_fill(terminations.bool(), 0) - values  # (T, N)
     decays = gamma * gae_lambda * (1 - dones.to(values.dtype))  # (T, N)
     advantage, advantages = torch.zeros_like(values[0]), []
     for delta, decay in zip(reversed(deltas.unbind()), reversed(decays.unbind()), strict=True):
@@ -398,8 +344,7 @@ def gaussian_kl(mean: Tensor, log_std: Tensor, new_mean: Tensor, new_log_std: Te
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_coef: float | None) -> Tensor:
     """Clipped surrogate, arXiv:1707.06347 eq. 7, as a loss: -mean(min(ratio * A, clip(ratio) * A)); None = eq. 6."""
     ratio = torch.exp(logprobs - old_logprobs)  # (B,)
-    if clip_coef is None:
-        return -(ratio * advantages).mean()
+    if clip_coef is None: return -(ratio * advantages).mean()
     return -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages).mean()
 
 
@@ -435,56 +380,39 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
 
 def adapt_kl_coef(kl_coef: float, kl: float, target_kl: float) -> float:
     """PPO-Penalty's rule, arXiv:1707.06347 section 4: double beta above 1.5 * target, halve it below target / 1.5."""
-    if kl > 1.5 * target_kl:
-        return kl_coef * 2
-    return kl_coef / 2 if kl < target_kl / 1.5 else kl_coef
+    return kl_coef * 2 if kl > 1.5 * target_kl else kl_coef / 2 if kl < target_kl / 1.5 else kl_coef
 
 
-def anneal(start: float, end: float, iteration: int, num_iterations: int) -> float:
-    """Linear from start (iteration 1) towards end, which the iteration after the last would reach."""
-    return start + (end - start) * (iteration - 1) / num_iterations
+def anneal(start: float, end: float | None, iteration: int, num_iterations: int) -> float:
+    """Linear from start (iteration 1) towards end, which the iteration after the last would reach; None = constant."""
+    return start if end is None else start + (end - start) * (iteration - 1) / num_iterations
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Update
 # ---------------------------------------------------------------------------------------------------------------------
-def update(
-    actor: Actor,
-    critic: Critic,
-    optimizer: torch.optim.Adam,
-    minibatch: tuple[Tensor, ...],
-    old_log_std: Tensor,
-    ent_coef: Tensor,
-    kl_coef: Tensor,
-    args: Args,
-) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer: torch.optim.Adam, minibatch: tuple[Tensor, ...], old_log_std: Tensor,
+           coefficients: Tensor, args: Args) -> dict[str, Tensor]:
     """One gradient step on one minibatch. Returns detached scalars and never waits for the GPU."""
     obs, actions, old_mean, old_logprobs, advantages, returns, old_values = minibatch  # (B, ...)
-    mean, log_std = actor(obs)
+    mean, log_std = agent.actor_mean(obs), agent.actor_log_std
     logprobs = gaussian_log_prob(actions, mean, log_std)
-    if args.norm_adv:
-        advantages = normalize_advantages(advantages)
+    if args.norm_adv: advantages = normalize_advantages(advantages)
     pg_loss = policy_loss(logprobs, old_logprobs, advantages, None if args.kl_penalty else args.clip_coef)
-    v_loss = value_loss(critic(obs), old_values, returns, args.vf_clip_coef if args.clip_vloss else None)
+    v_loss = value_loss(agent.critic(obs), old_values, returns, args.vf_clip_coef if args.clip_vloss else None)
     entropy = gaussian_entropy(log_std)
+    ent_coef, kl_coef = coefficients
     loss = pg_loss + args.vf_coef * v_loss - ent_coef * entropy
-    if args.kl_penalty:
-        loss = loss + kl_coef * gaussian_kl(old_mean, old_log_std, mean, log_std).mean()
-
+    if args.kl_penalty: loss = loss + kl_coef * gaussian_kl(old_mean, old_log_std, mean, log_std).mean()
     logratio = (logprobs - old_logprobs).detach()
-    stats = {
-        "losses/policy_loss": pg_loss.detach(),
-        "losses/value_loss": v_loss.detach(),
-        "losses/entropy": entropy.detach(),
-        "losses/old_approx_kl": -logratio.mean(),
-        "losses/approx_kl": approx_kl(logratio),
-        "losses/clipfrac": clip_fraction(logratio, args.clip_coef),
-    }
+    stats = {"losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.detach(),
+             "losses/entropy": entropy.detach(), "losses/old_approx_kl": -logratio.mean(),
+             "losses/approx_kl": approx_kl(logratio), "losses/clipfrac": clip_fraction(logratio, args.clip_coef)}
     stats["losses/grad_norm"], stats["skipped"] = gradient_step(loss, optimizer, args.max_grad_norm)
     return stats
 
 
-@torch.compiler.disable  # backward is compiled with the forward pass; tracing through fused Adam only costs time
+@torch.compiler.disable  # the backward pass is compiled with the forward pass; tracing fused Adam only costs time
 def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> tuple[Tensor, Tensor]:
     """Backward, clip, step. Returns (gradient norm before clipping, 1 if the step was skipped or 0).
 
@@ -501,247 +429,174 @@ def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: floa
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluate
 # ---------------------------------------------------------------------------------------------------------------------
-def evaluate(
-    args: Args, actor: Actor, obs_rms: RunningMeanStd, videos: Path | None = None, prefix: str = "eval"
-) -> tuple[list[float], list[int]]:
-    """Play `--eval-episodes` with the mean action and frozen statistics; returns each episode's return and length.
+def evaluate(args: Args, agent: Agent, obs_rms: RunningMeanStd, run_dir: Path, name: str) -> tuple[list, dict]:
+    """Play `--eval-episodes` with the mean action and frozen statistics: (every return, the `eval/*` metrics).
 
-    Episode k starts from the same seed in every evaluation. With a videos folder the first episode is recorded.
+    Episode k starts from the same seed in every evaluation. With --capture-video the first one is recorded.
     """
-    env = make_eval_env(args, args.seed, "rgb_array" if videos else None)
-    if videos:
-        env = gym.wrappers.RecordVideo(env, str(videos), lambda k: k == 0, name_prefix=prefix, disable_logger=True)
-    space, policy, (scale, shift) = env.action_space, numpy_policy(actor.mean), action_transform(env.action_space)
-    returns, lengths = [], []
-    for episode in range(args.eval_episodes):
-        obs, _ = env.reset(seed=1_000_000 * (args.seed + 1) + episode)
-        episode_return, length, done = 0.0, 0, False
-        while not done:
-            normalized = obs_rms.normalize(np.ravel(obs), args.clip_obs) if args.norm_obs else np.ravel(obs)
-            action = policy(normalized.astype(np.float32)) * scale + shift
-            action = action.reshape(space.shape).clip(space.low, space.high)
-            obs, reward, terminated, truncated, _ = env.step(action)
-            episode_return, length, done = episode_return + float(reward), length + 1, terminated or truncated
-        returns.append(episode_return)
-        lengths.append(length)
-    env.close()
-    return returns, lengths
-
-
-def summarize(returns: list[float], lengths: list[int]) -> dict[str, float]:
-    """The `eval/*` metrics of one evaluation."""
-    return {
-        "eval/episodic_return": float(np.mean(returns)),
-        "eval/episodic_return_std": float(np.std(returns)),
-        "eval/episodic_length": float(np.mean(lengths)),
-    }
+    env = make_eval_env(args, args.seed, "rgb_array" if args.capture_video else None)
+    if args.capture_video:
+        env = gym.wrappers.RecordVideo(env, str(run_dir / "videos"), lambda k: k == 0, name_prefix=name)
+    space, policy, (scale, shift) = env.action_space, numpy_policy(agent.actor_mean), action_transform(env.action_space)
+    returns, lengths = np.zeros((2, args.eval_episodes))
+    with environment_errors(args, "in evaluation"), contextlib.closing(env):
+        for k in range(args.eval_episodes):
+            (obs, _), done = env.reset(seed=1_000_000 * (args.seed + 1) + k), False
+            while not done:
+                action = policy(obs_rms.normalize(obs.ravel(), args.obs_clip).astype(np.float32)) * scale + shift
+                obs, reward, terminated, truncated, _ = env.step(action.reshape(space.shape).clip(space.low, space.high))
+                done, returns[k], lengths[k] = terminated or truncated, returns[k] + reward, lengths[k] + 1
+    return returns.tolist(), {"eval/episodic_return": returns.mean(), "eval/episodic_length": lengths.mean()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plumbing
 # ---------------------------------------------------------------------------------------------------------------------
-def stop(code: int, message: str) -> NoReturn:
+def stop(code: int, message: str) -> None:
     """Exit with one line on stderr. 2: refused before anything was written; 3: stopped in training."""
-    print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    print("\n" * (code == 3) + f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
 def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if (name == "cuda" and not torch.cuda.is_available()) or (name == "mps" and not torch.backends.mps.is_available()):
-        stop(2, f"--device {name}: PyTorch finds no such device. Use --device cpu, or install a PyTorch built for it.")
+    """The device of that name, or a refusal; auto is cuda or cpu."""
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    name = ("cuda" if available["cuda"] else "cpu") if name == "auto" else name
+    if not available[name]: stop(2, f"--device {name}: PyTorch finds none. Use --device cpu, or install its build.")
     return torch.device(name)
 
 
 def seed_everything(seed: int, deterministic: bool) -> np.random.Generator:
     """Seed the global generators (used while networks are made) and return the one that training draws from."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for seeder in (random.seed, np.random.seed, torch.manual_seed): seeder(seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic CUDA kernels ask for
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     return np.random.default_rng(seed)
 
 
 def check_ranges(args, ranges: dict[str, tuple[float, float]]) -> None:
-    """Refuse a flag outside its closed range (a nan is outside every range); None passes."""
-    for name, (low, high) in ranges.items():
+    """Refuse flags outside their closed range (a nan is outside of all). A key names several; None passes."""
+    for name, (low, high) in ((name, bounds) for names, bounds in ranges.items() for name in names.split()):
         value = getattr(args, name)
-        if value is not None and not low <= value <= high:
-            stop(2, f"--{name.replace('_', '-')} {value} is outside [{low}, {high}]. Choose a value inside.")
+        if not low <= (low if value is None else value) <= high:
+            stop(2, f"--{name.replace('_', '-')} {value} is outside [{low:g}, {high:g}]. Choose a value inside.")
 
 
 def check_writable(folder: str) -> None:
     """Refuse a folder that could not be made or written, without making it."""
-    path = Path(folder).absolute()
-    while not path.exists():
-        path = path.parent
+    path = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     if not path.is_dir() or not os.access(path, os.W_OK):
-        stop(2, f"--runs-dir {folder}: {path} is no folder that can be written. Choose another --runs-dir.")
+        stop(2, f"cannot write in {folder}: {path} is no folder with write permission. Choose another --runs-dir.")
 
 
-def describe_run(args, device: torch.device) -> dict:
-    """What config.json holds: flags, versions of Python and of every imported package, device, git commit."""
-    owners = importlib.metadata.packages_distributions()
-    packages = sorted({name for module in {m.split(".")[0] for m in sys.modules} for name in owners.get(module, [])})
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+@contextlib.contextmanager
+def writing(path: Path):
+    """Stop with exit code 3 when something cannot be written, on a full disk say."""
     try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
-    except OSError:
-        commit = None  # git is not installed
-    return {
-        "script": SCRIPT,
-        "flags": dataclasses.asdict(args),
-        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in packages}},
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"{device.type} {platform.machine()}",
-        "commit": commit,
-    }
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
+        Path(f"{path}.tmp").unlink(missing_ok=True)
+        stop(3, f"cannot write {path}: {error}. What was saved before is whole: make room, then --resume.")
 
 
-def new_run_dir(args) -> Path:
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-")
-    second = int(time.time())
-    while (run_dir := Path(args.runs_dir) / f"{name}__{second}").exists():
-        second += 1
-    run_dir.mkdir(parents=True)
-    return run_dir
+def write_whole(path: Path, content: str | dict) -> None:
+    """Replace a file in one step (a dict through torch.save): a kill leaves the old one or the new one."""
+    with writing(path):
+        with open(f"{path}.tmp", "wb") as file:
+            torch.save(content, file) if isinstance(content, dict) else file.write(content.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{path}.tmp", path)
 
 
 class Logger:
     """Writes metrics to metrics.csv (step,metric,value), TensorBoard and, with --track, Weights & Biases."""
 
-    def __init__(self, run_dir: Path, args, config: dict, resume_step: int | None = None):
-        path, rows = run_dir / "metrics.csv", [["step", "metric", "value"]]
-        if resume_step is not None and path.exists():  # cut what was logged after the checkpoint
-            with open(path, newline="") as file:
-                logged = [row for row in csv.reader(file) if len(row) == 3 and row[0].isdigit()]
-            rows += [row for row in logged if int(row[0]) <= resume_step]
-        write_whole(path, "".join(",".join(row) + "\n" for row in rows).encode())
-        write_whole(run_dir / "config.json", json.dumps(config, indent=2).encode())
-        self.file = open(path, "a")  # noqa: SIM115
-        self.tensorboard = SummaryWriter(run_dir, purge_step=None if resume_step is None else resume_step + 1)
-        self.wandb = None
+    def __init__(self, run_dir: Path | None, args, device: torch.device, resume_step: int):
+        """Make the folder <env>__<exp_name>__<seed>__<time> and its config.json, or go on in run_dir after a step."""
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}".replace("/", "-")
+        self.run_dir, self.wandb = run_dir or Path(args.runs_dir) / name, None
+        self.path = self.run_dir / "metrics.csv"
+        with writing(self.run_dir):
+            self.run_dir.mkdir(parents=True, exist_ok=run_dir is not None)
+            rows = self.path.read_text().splitlines(keepends=True)[1:] if self.path.exists() else []
+            self.tensorboard = SummaryWriter(self.run_dir, purge_step=resume_step + 1 if run_dir else None)
+        rows = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= resume_step]
+        write_whole(self.path, "".join(["step,metric,value\n", *rows]))
+        status, commit = subprocess.getstatusoutput(f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD")
+        versions = {d.name: d.version for d in importlib.metadata.distributions()} | {"python": sys.version.split()[0]}
+        config = {"script": SCRIPT, "flags": dataclasses.asdict(args) | {"resume": None}, "versions": versions,
+                  "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+                  "commit": None if status else commit}
+        write_whole(self.run_dir / "config.json", json.dumps(config, indent=2))
         if args.track:
-            import wandb
+            self.wandb, name = importlib.import_module("wandb"), self.run_dir.name
+            self.wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=config, name=name,
+                            id=name[-128:].replace(":", "-"), resume="allow", dir=self.run_dir)
 
-            self.wandb = wandb.init(
-                project=args.wandb_project_name,
-                entity=args.wandb_entity,
-                id=run_dir.name.replace(":", "-")[-128:],
-                name=run_dir.name,
-                config=config,
-                dir=run_dir,
-                resume="allow",
-            )
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self.file.write(f"{step},{name},{float(value)!r}\n")
-            self.tensorboard.add_scalar(name, value, step)
-        if self.wandb:
-            self.wandb.log({**metrics, "global_step": step})
-
-    def flush(self) -> None:
-        self.file.flush()
-        self.tensorboard.flush()
-
-    def log_videos(self, videos: Path, prefix: str) -> None:
-        """wandb does not find gymnasium's videos by itself."""
-        if self.wandb:
-            import wandb
-
-            for path in sorted(videos.glob(f"{prefix}*.mp4")):
-                self.wandb.log({"videos": wandb.Video(str(path), format="mp4")})
+    def log(self, step: int, metrics: dict[str, float], videos: str = "") -> None:
+        """One row per metric; `videos` is the prefix of what RecordVideo has just written."""
+        with writing(self.path), self.path.open("a") as file:
+            file.write("".join(f"{step},{name},{float(value)!r}\n" for name, value in metrics.items()))
+            for name, value in metrics.items(): self.tensorboard.add_scalar(name, value, step)
+        if self.wandb:  # does not find gymnasium's videos by itself
+            files = self.run_dir.glob(f"videos/{videos}-*.mp4") if videos else []
+            media = {f"videos/{file.stem}": self.wandb.Video(str(file), format="mp4") for file in files}
+            self.wandb.log({**metrics, **media, "global_step": step})
 
     def close(self) -> None:
-        self.file.close()
         self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
+        if self.wandb: self.wandb.finish()
 
 
-def write_whole(path: Path, content: bytes | dict) -> None:
-    """Replace a file in one step (a dict through torch.save): a kill leaves the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file) if isinstance(content, dict) else file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
-        stop(3, f"cannot write {path}: {error}. The file that was there before is whole; make room, then --resume.")
+def save_checkpoint(path: Path, args, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+    """Flags, counters, random generator and the state_dict of every part."""
+    states = {name: part.state_dict() for name, part in parts.items()}
+    write_whole(path, {"format_version": FORMAT_VERSION, "script": SCRIPT, "run": vars(run), "parts": states,
+                       "flags": dataclasses.asdict(args) | {"resume": None}, "rng": rng.bit_generator.state})
 
 
-def save_checkpoint(run_dir: Path, state: dict, step: int, keep: int) -> None:
-    write_whole(run_dir / "checkpoint.pt", state)
-    if keep > 1:
-        shutil.copyfile(run_dir / "checkpoint.pt", run_dir / f"checkpoint_{step}.pt")
-        old = sorted(run_dir.glob("checkpoint_*.pt"), key=lambda path: int(path.stem.split("_")[1]))
-        for path in old[:-keep]:
-            path.unlink()
+def load_checkpoint(args, changeable: set[str]) -> tuple:
+    """(flags, checkpoint, run folder) of --resume or --evaluate, a file or a run folder; (args, None, None) without.
 
-
-def load_checkpoint(path: str) -> tuple[dict, Path]:
-    """A checkpoint of this script from a file or a run folder, and the run folder. Refuses anything else."""
-    file = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        stop(2, f"no checkpoint at {file}. Give a checkpoint file or the folder of a run that has saved one.")
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        what = f"{file} is no checkpoint that can be read ({type(error).__name__})"
-        stop(2, f"{what}. Give a checkpoint.pt of {SCRIPT}.py.")
-    if not isinstance(state, dict) or "script" not in state:
-        stop(2, f"{file} is no checkpoint of these scripts. Give a checkpoint.pt of {SCRIPT}.py.")
-    if state["script"] != SCRIPT:
-        stop(2, f"{file} is a checkpoint of {state['script']}.py. Use that script, or a checkpoint of {SCRIPT}.py.")
-    if state.get("format_version") != FORMAT_VERSION:
-        stop(2, f"{file} has format {state.get('format_version')}, not {FORMAT_VERSION}. Use the script that wrote it.")
-    return state, file.parent
-
-
-def restore_args(args, flags: dict, changeable: set[str]):
-    """The flags of a checkpoint, with those changed that were given and may be; others that differ are refused.
-
-    A flag counts as given when it differs from its default.
+    The checkpoint's flags hold, but for changeable ones that were given, that is, differ from their default.
     """
-    restored = {}
-    for field in dataclasses.fields(args):
-        given, saved = getattr(args, field.name), flags.get(field.name, field.default)
-        is_given = given != field.default
-        if is_given and given != saved and field.name not in changeable:
-            flag = field.name.replace("_", "-")
-            what = f"--{flag} {given} conflicts with the checkpoint's {saved}"
-            stop(2, f"{what}. Leave --{flag} out, or start a new run.")
-        restored[field.name] = given if is_given and field.name in changeable else saved
-    return type(args)(**restored)
+    if not (path := args.resume or args.evaluate): return args, None, None
+    file, hint = Path(path), f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py."
+    file = file / "checkpoint.pt" if file.is_dir() else file
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        made_by, flags = f"{checkpoint['script']}.py, format {checkpoint['format_version']}", checkpoint["flags"]
+    except Exception as error:  # whatever the file system, the zip reader or the unpickler says
+        stop(2, f"{file} is missing or no checkpoint ({type(error).__name__}). {hint}")
+    if made_by != f"{SCRIPT}.py, format {FORMAT_VERSION}":
+        stop(2, f"{file} is a checkpoint of {made_by}, not {SCRIPT}.py, format {FORMAT_VERSION}. {hint}")
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if getattr(args, f.name) != f.default}
+    for name in given.keys() - changeable:
+        if given[name] != flags[name]:
+            what = f"--{name.replace('_', '-')} {given[name]} conflicts with the checkpoint's {flags[name]}"
+            stop(2, f"{what}. Leave it out, or start a new run.")
+    given = {name: given[name] for name in given.keys() & changeable}
+    return dataclasses.replace(args, **{**flags, **given}), checkpoint, file.parent
 
 
-@contextlib.contextmanager
-def catch_signals():
+def restore(checkpoint: dict, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+    """Put the state of a checkpoint back in place, or refuse one that does not fit."""
+    try:
+        for name, part in parts.items(): part.load_state_dict(checkpoint["parts"][name])
+    except (KeyError, RuntimeError, ValueError) as error:
+        stop(2, f"the checkpoint does not fit this environment: {error!r:.150}. Use the one it was trained on.")
+    vars(run).update(checkpoint["run"])
+    rng.bit_generator.state = checkpoint["rng"]
+
+
+def catch_signals(stack: contextlib.ExitStack) -> list[int]:
     """Collect SIGINT and SIGTERM in a list that the training loop looks at; a second one quits at once."""
     caught = []
-
-    def handler(signum, frame):
-        if caught:
-            raise SystemExit(128 + signum)
-        caught.append(signum)
-        print("\nstopping after this iteration (once more to quit at once)", file=sys.stderr, flush=True)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    old = {signum: signal.signal(signum, handler) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for signum, previous in old.items():
-            signal.signal(signum, previous)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        old = signal.signal(signum, lambda n, _: sys.exit(128 + n) if caught else caught.append(n))
+        stack.callback(signal.signal, signum, old)
+    return caught
 
 
 def crossed(every: int, before: int, after: int) -> bool:
@@ -752,347 +607,200 @@ def crossed(every: int, before: int, after: int) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 # ---------------------------------------------------------------------------------------------------------------------
-# What may differ from the checkpoint's flags under --resume and --evaluate: budget, device and logging.
-CHANGEABLE = set(
-    "total_timesteps device compile track wandb_project_name wandb_entity capture_video log_every eval_every "
-    "eval_episodes checkpoint_every keep_checkpoints resume evaluate".split()
-)
-
-
-EPISODE_METRICS = ("charts/episodic_return", "charts/episodic_length")  # have a row per episode, at its own step
-
-
 def check(args: Args) -> None:
     """Refuse, with exit code 2 and before anything is written, whatever can be known to be wrong before training."""
-    at_least_one = "num_envs total_timesteps num_steps num_minibatches update_epochs eval_episodes keep_checkpoints"
-    positive = "clip_coef vf_clip_coef clip_obs clip_reward target_kl learning_rate adam_eps max_grad_norm"
-    ranges = {
-        **dict.fromkeys(f"{at_least_one} max_skipped_updates".split(), (1, 2**40)),
-        **dict.fromkeys(positive.split(), (1e-12, 1e12)),
-        **dict.fromkeys("log_every eval_every checkpoint_every".split(), (0, 2**40)),
-        **dict.fromkeys("ent_coef ent_coef_end vf_coef kl_coef".split(), (0, 1e12)),
-        **dict.fromkeys("gamma gae_lambda".split(), (0, 1)),
-        "seed": (0, 2**31 - 1),
-    }
-    check_ranges(args, ranges)
+    check_ranges(args, {
+        "num_envs total_timesteps num_steps num_minibatches update_epochs eval_episodes max_skipped_updates": (1, 1e12),
+        "learning_rate adam_eps max_grad_norm clip_coef vf_clip_coef clip_obs clip_reward target_kl": (1e-12, 1e12),
+        "ent_coef ent_coef_end vf_coef kl_coef log_every eval_every checkpoint_every": (0, 1e12),
+        "gamma gae_lambda": (0, 1), "seed": (0, 2**31 - 1)})
     if args.total_timesteps < args.batch_size:
-        what = f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps"
-        stop(2, f"{what} (--num-envs times --num-steps). Raise it, or lower --num-steps.")
-    smallest = args.batch_size // args.num_minibatches
-    if smallest < 1 or (smallest == 1 and args.norm_adv):
-        what = f"--num-minibatches {args.num_minibatches} leaves {smallest} of {args.batch_size} samples in a minibatch"
-        stop(2, f"{what}. Lower it (--norm-adv needs two samples, --no-norm-adv one).")
-    check_writable(args.runs_dir)
+        stop(2, f"--total-timesteps {args.total_timesteps} is under one rollout of {args.batch_size} steps. Raise it.")
+    if args.batch_size // args.num_minibatches < 1 + args.norm_adv:
+        stop(2, f"--num-minibatches {args.num_minibatches} leaves too few of {args.batch_size} samples each. Lower it.")
+    if args.resume and args.evaluate: stop(2, "--resume and --evaluate exclude each other. Give one of them.")
+    if not args.evaluate: check_writable(args.runs_dir)
     choose_device(args.device)
     try:
         envs = make_envs(args, 1, args.seed)
+        env = make_eval_env(args, args.seed, "rgb_array" if args.capture_video else None)
+        env.reset(seed=args.seed)
+        if args.capture_video: importlib.import_module("moviepy"), env.render()
+        envs.close(), env.close()
     except Exception as error:
-        what = f"cannot make --env-id {args.env_id}: {type(error).__name__}: {error}"
-        stop(2, f"{what}. Choose an id that gymnasium knows, or module:Env-v0 for a module that registers it.")
-    observation_space, action_space = envs.single_observation_space, envs.single_action_space
-    mode = envs.metadata.get("autoreset_mode", AutoresetMode.SAME_STEP)
-    envs.close()
-    if not isinstance(action_space, gym.spaces.Box) or action_space.dtype.kind != "f":
-        what = f"{args.env_id} has action space {action_space}, this script needs a Box of floats"
-        stop(2, f"{what}. Use dqn.py or ppo_atari.py for discrete actions, or wrap the environment.")
-    if not isinstance(observation_space, gym.spaces.Box):
-        what = f"{args.env_id} has observation space {observation_space}, this script needs a Box"
-        stop(2, f"{what}. Wrap the environment in gymnasium.wrappers.FlattenObservation.")
-    if len(observation_space.shape) == 3 and observation_space.dtype == np.uint8:
-        stop(2, f"{args.env_id} observes images, this script has no convolutions. See ppo_atari.py.")
-    if mode != AutoresetMode.SAME_STEP:
-        stop(2, f"make_envs resets in {mode}. Pass autoreset_mode=AutoresetMode.SAME_STEP.")
-    if args.capture_video:
-        try:
-            import moviepy  # noqa: F401
+        hint = "Choose a gymnasium id or module:Env-v0; --capture-video needs moviepy and a display or EGL (libegl1)."
+        stop(2, f"--env-id {args.env_id} cannot be made or rendered: {error!r}. {hint}")
+    boxes = [s for s in (envs.single_observation_space, envs.single_action_space) if isinstance(s, gym.spaces.Box)]
+    if len(boxes) < 2 or len(boxes[0].shape) == 3 or boxes[1].dtype.kind != "f":
+        hint = "Use dqn.py for discrete actions, ppo_atari.py for images, FlattenObservation for dictionaries."
+        spaces = f"observations {envs.single_observation_space}, actions {envs.single_action_space}"
+        stop(2, f"{args.env_id} has {spaces}; this script needs a Box of numbers and a Box of floats. {hint}")
+    if (mode := envs.metadata.get("autoreset_mode", gym.vector.AutoresetMode.SAME_STEP)) != gym.vector.AutoresetMode.SAME_STEP:
+        stop(2, f"make_envs resets in {mode}. Give it autoreset_mode=gym.vector.AutoresetMode.SAME_STEP.")
 
-            env = make_eval_env(args, args.seed, "rgb_array")
-            env.reset(seed=args.seed)
-            env.render()
-            env.close()
-        except Exception as error:
-            what = f"--capture-video cannot render {args.env_id}: {type(error).__name__}: {error}"
-            stop(2, f"{what}. Install moviepy and EGL (Debian: libegl1), set MUJOCO_GL=osmesa, or leave the flag out.")
+
+# What may differ from the checkpoint's flags under --resume and --evaluate: budget, device and logging.
+CHANGEABLE = set("total_timesteps device compile track wandb_project_name wandb_entity capture_video log_every "
+                 "eval_every eval_episodes checkpoint_every resume evaluate".split())
 
 
 def main(args: Args) -> dict[str, float]:
     """Train (or, with --evaluate, only evaluate) and return the last value of every metric."""
-    checkpoint, run_dir = None, None
-    if args.resume and args.evaluate:
-        stop(2, "--resume and --evaluate exclude each other. Give one of them.")
-    if args.resume or args.evaluate:
-        checkpoint, run_dir = load_checkpoint(args.resume or args.evaluate)
-        args = restore_args(args, checkpoint["flags"], CHANGEABLE | ({"seed"} if args.evaluate else set()))
+    # Evaluation may start from other seeds than training did.
+    args, checkpoint, run_dir = load_checkpoint(args, CHANGEABLE | ({"seed"} if args.evaluate else set()))
     check(args)
-    device = choose_device(args.device)
-    rng = seed_everything(args.seed, args.torch_deterministic)
-
-    envs = make_envs(args, args.num_envs, args.seed)
-    space = envs.single_action_space
+    device, rng = choose_device(args.device), seed_everything(args.seed, args.torch_deterministic)
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(make_envs(args, args.num_envs, args.seed))
+    space, (scale, shift) = envs.single_action_space, action_transform(envs.single_action_space)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(space.shape)
-    scale, shift = action_transform(space)
-    actor, critic = Actor(obs_dim, action_dim).to(device), Critic(obs_dim).to(device)
-    learning_rate = torch.tensor(args.learning_rate)  # a tensor, so that a compiled update sees it change
-    parameters = [*actor.parameters(), *critic.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate, eps=args.adam_eps, fused=True)
+    agent = Agent(obs_dim, action_dim).to(device)
+    # The learning rate is a tensor, so that a compiled update sees it change.
+    optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(args.learning_rate), eps=args.adam_eps, fused=True)
     obs_rms, reward_scaler = RunningMeanStd((obs_dim,)), RewardScaler(args.num_envs, args.gamma)
-    recent_returns = deque(maxlen=100)
-    iteration, global_step, skipped_updates, kl_coef = 0, 0, 0, args.kl_coef
-    seconds = {"environment": 0.0, "update": 0.0, "wall": 0.0}
-
-    if checkpoint:
-        try:
-            for name, part in (("actor", actor), ("critic", critic), ("optimizer", optimizer)):
-                part.load_state_dict(checkpoint[name])
-            obs_rms.load_state_dict(checkpoint["obs_rms"])
-            reward_scaler.rms.load_state_dict(checkpoint["reward_rms"])
-            rng.bit_generator.state = checkpoint["rng"]
-            iteration, global_step = checkpoint["iteration"], checkpoint["global_step"]
-            skipped_updates, kl_coef = checkpoint["skipped_updates"], checkpoint["kl_coef"]
-            recent_returns.extend(checkpoint["recent_returns"])
-            seconds.update(checkpoint["seconds"])
-        except (KeyError, RuntimeError, ValueError, AttributeError) as error:
-            what = f"the checkpoint in {run_dir} does not fit {args.env_id}: {error!r:.200}"
-            stop(2, f"{what}. Use the environment it was trained on.")
-        optimizer.param_groups[0]["lr"] = learning_rate
-
+    run = SimpleNamespace(iteration=0, global_step=0, skipped_updates=0, kl_coef=args.kl_coef, last_returns=[],
+                          environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
+    parts = {"agent": agent, "optimizer": optimizer, "obs_rms": obs_rms, "reward_rms": reward_scaler.rms}
+    if checkpoint: restore(checkpoint, run, parts, rng)
     if args.evaluate:
-        envs.close()
-        videos, prefix = run_dir / "videos" if args.capture_video else None, f"evaluate_{int(time.time())}"
-        returns, lengths = evaluate(args, actor, obs_rms, videos, prefix)
-        print("returns:", " ".join(f"{r:.2f}" for r in returns))
-        print(f"mean {np.mean(returns):.2f} +- {np.std(returns):.2f} over {len(returns)} episodes of {args.env_id}")
-        return summarize(returns, lengths)
+        returns, evaluation = evaluate(args, agent, obs_rms, run_dir, f"evaluate_{time.time_ns()}")
+        print(f"{args.env_id}: mean {np.mean(returns):.2f} of", *(f"{r:.2f}" for r in returns))
+        return evaluation
 
-    if run_dir is None:
-        run_dir = new_run_dir(args)
-    videos = run_dir / "videos" if args.capture_video else None
-    logger = Logger(run_dir, args, describe_run(args, device), global_step if checkpoint else None)
-    resume_command = f"python {os.path.relpath(__file__)} --resume {shlex.quote(str(run_dir))}"
-    step_update = update
-    if args.compile:
-        step_update = torch.compile(update, mode="reduce-overhead" if device.type == "cuda" else None)
-    print(f"{args.env_id}: {args.num_iterations} iterations of {args.batch_size} steps on {device}, in {run_dir}")
+    logger = Logger(run_dir, args, device, run.global_step)
+    run_dir, step_update = logger.run_dir, torch.compile(update, mode="reduce-overhead") if args.compile else update
+    print(f"{args.env_id}, {args.num_iterations} rollouts of {args.batch_size} steps on {device}: {run_dir}", flush=True)
 
     # One rollout, (T, N, ...). Only the policy's mean is needed while acting; values and log-probabilities of the
     # whole rollout are computed afterwards in one pass of each network.
     shape = (args.num_steps, args.num_envs)
-    observations = np.zeros((*shape, obs_dim), dtype=np.float32)
-    actions = np.zeros((*shape, action_dim), dtype=np.float32)
-    raw_rewards, rewards = np.zeros(shape), np.zeros(shape, dtype=np.float32)
-    terminations, truncations = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
-    obs_clip = args.clip_obs if args.norm_obs else None
+    observations, actions = (np.zeros((*shape, dim), np.float32) for dim in (obs_dim, action_dim))
+    rewards, scaled_rewards = np.zeros(shape), np.zeros(shape, np.float32)
+    terminations, dones = np.zeros((2, *shape), bool)
 
     def normalize(raw: np.ndarray) -> np.ndarray:
-        return obs_rms.normalize(raw.reshape(-1, obs_dim), obs_clip).astype(np.float32)
+        return obs_rms.normalize(raw.reshape(-1, obs_dim), args.obs_clip).astype(np.float32)
 
     def to_device(x: np.ndarray) -> Tensor:
         return torch.from_numpy(x).to(device)
 
-    def save() -> None:
-        logger.flush()
-        state = {
-            "format_version": FORMAT_VERSION,
-            "script": SCRIPT,
-            "flags": dataclasses.asdict(args) | {"resume": None, "evaluate": None},
-            "iteration": iteration,
-            "global_step": global_step,
-            "skipped_updates": skipped_updates,
-            "kl_coef": kl_coef,
-            "seconds": dict(seconds),
-            "recent_returns": list(recent_returns),
-            "actor": actor.state_dict(),
-            "critic": critic.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "obs_rms": obs_rms.state_dict(),
-            "reward_rms": reward_scaler.rms.state_dict(),
-            "rng": rng.bit_generator.state,
-        }
-        save_checkpoint(run_dir, state, global_step, args.keep_checkpoints)
+    episode, metrics, bad_rows, previous_step = {}, {}, [], run.global_step
+    started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10
+    bar = tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False)
+    with contextlib.closing(envs), contextlib.closing(logger), bar, contextlib.ExitStack() as stack:
+        caught, (raw_obs, _) = catch_signals(stack), envs.reset(seed=args.seed + run.global_step)
+        check_finite(args, run.global_step, observation=raw_obs)
+        while True:
+            # Between two rollouts: evaluate, save, stop.
+            last, first = run.iteration >= args.num_iterations, run.global_step == 0 and args.eval_every > 0
+            if first or last or crossed(args.eval_every, previous_step, run.global_step):
+                eval_returns, evaluation = evaluate(args, agent, obs_rms, run_dir, f"step_{run.global_step}")
+                logger.log(run.global_step, evaluation, videos=f"step_{run.global_step}")
+            if last or caught or crossed(args.checkpoint_every, previous_step, run.global_step):
+                save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
+            if last or caught: break
 
-    def run_evaluation() -> list[float]:
-        returns, lengths = evaluate(args, actor, obs_rms, videos, f"step_{global_step}")
-        metrics.update(summarize(returns, lengths))
-        logger.log(global_step, summarize(returns, lengths))
-        logger.log_videos(run_dir / "videos", f"step_{global_step}")
-        return returns
-
-    metrics: dict[str, float] = {}
-    skipped_in_row = 0
-    started = time.perf_counter() - seconds["wall"]
-    bar = {"unit": "step", "unit_scale": True, "mininterval": 0.5 if sys.stderr.isatty() else 10}
-    with catch_signals() as caught, tqdm(total=args.total_timesteps, initial=global_step, **bar) as progress:
-        if args.eval_every and not checkpoint:
-            run_evaluation()
-        raw_obs, _ = envs.reset(seed=args.seed + global_step)
-        episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
-        while iteration < args.num_iterations and not caught:
-            iteration += 1
-            rollout_start, previous_step = time.perf_counter(), global_step
-
-            # Schedules: full at the first iteration, still 1/num_iterations of the way from the end at the last.
-            if args.anneal_lr:
-                learning_rate.fill_(anneal(args.learning_rate, 0.0, iteration, args.num_iterations))
-            ent_coef_end = args.ent_coef if args.ent_coef_end is None else args.ent_coef_end
-            ent_coef = anneal(args.ent_coef, ent_coef_end, iteration, args.num_iterations)
+            # Schedules: full at the first iteration; the last still has 1/num_iterations of the way to go.
+            run.iteration, previous_step, rollout_start = run.iteration + 1, run.global_step, time.perf_counter()
+            rate = anneal(args.learning_rate, 0.0 if args.anneal_lr else None, run.iteration, args.num_iterations)
+            optimizer.param_groups[0]["lr"].fill_(rate)
+            ent_coef = anneal(args.ent_coef, args.ent_coef_end, run.iteration, args.num_iterations)
 
             # Rollout: act with a Gaussian around the mean of the policy as it is now.
-            policy, std = numpy_policy(actor.mean), actor.log_std.detach().exp().cpu().numpy()
-            final_observations, reward_terms = [], defaultdict(float)
-            for step in range(args.num_steps):
-                if args.norm_obs:
-                    obs_rms.update(raw_obs)
-                observations[step] = normalize(raw_obs)
-                noise = rng.standard_normal(actions[step].shape, dtype=np.float32)
-                actions[step] = policy(observations[step]) + std * noise
+            policy, std = numpy_policy(agent.actor_mean), agent.actor_log_std.detach().exp().cpu().numpy()
+            final_observations, reward_terms = [], {}
+            for t in range(args.num_steps):
+                if args.norm_obs: obs_rms.update(raw_obs)
+                observations[t] = normalize(raw_obs)
+                actions[t] = policy(observations[t]) + std * rng.standard_normal(actions[t].shape, np.float32)
                 # The sample is kept as it is, since its log-probability is wanted; the environment gets it clipped.
-                env_actions = (actions[step] * scale + shift).reshape(-1, *space.shape).clip(space.low, space.high)
-
+                env_actions = (actions[t] * scale + shift).reshape(-1, *space.shape).clip(space.low, space.high)
                 step_start = time.perf_counter()
-                try:
-                    raw_obs, reward, terminated, truncated, infos = envs.step(env_actions)
-                except Exception as error:
-                    where = f"{args.env_id} raised {error!r} at step {global_step}"
-                    stop(3, f"{where}. Mend the environment; after a checkpoint, {resume_command} continues.")
-                seconds["environment"] += time.perf_counter() - step_start
-                global_step += args.num_envs
-
-                done = terminated | truncated
-                bootstrapped = truncated & ~terminated  # where both flags are set the episode really ended
-                final_obs = np.stack(infos["final_obs"][bootstrapped]) if bootstrapped.any() else None
-                for name, array in (("observation", raw_obs), ("reward", reward), ("final observation", final_obs)):
-                    if array is not None and not np.isfinite(array).all():
-                        where = f"{name} of {args.env_id} number {np.argwhere(~np.isfinite(array))[0][0]} is not finite"
-                        stop(3, f"{where} at step {global_step}. Mend the environment; {resume_command} continues.")
-                terminations[step], truncations[step], raw_rewards[step] = terminated, truncated, reward
-                if args.norm_reward:
-                    rewards[step] = reward_scaler.update(reward, done).clip(-args.clip_reward, args.clip_reward)
-                else:
-                    rewards[step] = reward
-                if final_obs is not None:  # a time limit: the value of the last observation will be bootstrapped
-                    final_observations.append(normalize(final_obs))
-
+                with environment_errors(args, f"at step {run.global_step}"):
+                    raw_obs, rewards[t], terminations[t], truncated, infos = envs.step(env_actions)
+                run.environment_seconds += time.perf_counter() - step_start
+                run.global_step += args.num_envs
+                check_finite(args, run.global_step, observation=raw_obs, reward=rewards[t])
+                dones[t] = terminations[t] | truncated
+                scaled = reward_scaler.update(rewards[t], dones[t]).clip(-args.clip_reward, args.clip_reward)
+                scaled_rewards[t] = scaled if args.norm_reward else rewards[t]
                 for info in (infos, infos.get("final_info", {})):  # the environment's own parts of the reward
-                    for name, values in info.items():
-                        if name.startswith("reward_") and values.dtype.kind in "fiu":
-                            reward_terms[f"rewards/{name.removeprefix('reward_')}"] += float(values.sum())
-                episode_returns += reward
-                episode_lengths += 1
-                for env in np.flatnonzero(done):
-                    recent_returns.append(float(episode_returns[env]))
-                    metrics["charts/episodic_return"] = recent_returns[-1]
-                    metrics["charts/episodic_length"] = int(episode_lengths[env])
-                    logger.log(global_step, {name: metrics[name] for name in EPISODE_METRICS})
-                    episode_returns[env], episode_lengths[env] = 0, 0
+                    for name in (k for k, v in info.items() if k.startswith("reward_") and v.dtype.kind in "fiu"):
+                        reward_terms[name] = reward_terms.get(name, 0) + info[name].sum() / args.batch_size
+                for i in np.flatnonzero(dones[t]):
+                    if not terminations[t, i]:  # a time limit: the value of the last observation is bootstrapped
+                        check_finite(args, run.global_step, final_observation=infos["final_obs"][i])
+                        final_observations.append(normalize(infos["final_obs"][i]))
+                    length, episode_return = infos["episode"]["l"][i], float(infos["episode"]["r"][i])
+                    episode = {"charts/episodic_return": episode_return, "charts/episodic_length": length}
+                    logger.log(run.global_step, episode)
+                    run.last_returns = [*run.last_returns[-99:], episode_return]
 
             # Advantages, from the values of the policy that made the rollout.
             update_start = time.perf_counter()
             with torch.no_grad():
-                obs_t, actions_t = to_device(observations), to_device(actions)  # (T, N, obs_dim), (T, N, action_dim)
-                old_mean, old_log_std = actor(obs_t)[0], actor.log_std.detach().clone()
-                old_logprobs = gaussian_log_prob(actions_t, old_mean, old_log_std)  # (T, N)
-                values = critic(obs_t)  # (T, N)
-                next_values = torch.cat([values[1:], critic(to_device(normalize(raw_obs)))[None]])
-                if final_observations:
-                    rows = to_device(truncations & ~terminations)
-                    next_values[rows] = critic(to_device(np.concatenate(final_observations)))
-                terminations_t, dones_t = to_device(terminations), to_device(terminations | truncations)
-                advantages, returns = compute_gae(
-                    to_device(rewards), values, next_values, terminations_t, dones_t, args.gamma, args.gae_lambda
-                )
-            batch = [
-                x.flatten(0, 1) for x in (obs_t, actions_t, old_mean, old_logprobs, advantages, returns, values)
-            ]  # each (T * N, ...)
+                obs_t, actions_t, terminations_t, dones_t = map(to_device, (observations, actions, terminations, dones))
+                old_mean, old_log_std = agent.actor_mean(obs_t), agent.actor_log_std.clone()
+                old_logprobs, values = gaussian_log_prob(actions_t, old_mean, old_log_std), agent.critic(obs_t)  # (T, N)
+                next_values = torch.cat([values[1:], agent.critic(to_device(normalize(raw_obs)))[None]])
+                if final_observations:  # in the order of the rollout, like a boolean index
+                    next_values[dones_t & ~terminations_t] = agent.critic(to_device(np.concatenate(final_observations)))
+                advantages, returns = compute_gae(to_device(scaled_rewards), values, next_values, terminations_t,
+                                                  dones_t, args.gamma, args.gae_lambda)
+            # Each (T * N, ...):
+            batch = [x.flatten(0, 1) for x in (obs_t, actions_t, old_mean, old_logprobs, advantages, returns, values)]
 
             # Epochs: each uses every sample once, in minibatches drawn anew.
-            ent_coef_t, kl_coef_t = (torch.tensor(c, dtype=torch.float32, device=device) for c in (ent_coef, kl_coef))
-            rows = []
+            coefficients, epochs = torch.tensor([ent_coef, run.kl_coef], device=device), []
             for _ in range(args.update_epochs):
-                order = to_device(rng.permutation(args.batch_size))
-                epoch_start = len(rows)
+                order, rows = to_device(rng.permutation(args.batch_size)), []
                 for minibatch in zip(*(x[order].tensor_split(args.num_minibatches) for x in batch), strict=True):
-                    stats = step_update(actor, critic, optimizer, minibatch, old_log_std, ent_coef_t, kl_coef_t, args)
+                    stats = step_update(agent, optimizer, minibatch, old_log_std, coefficients, args)
                     rows.append(torch.stack(tuple(stats.values())))
-                if args.target_kl is not None and not args.kl_penalty:
-                    kl_column = list(stats).index("losses/approx_kl")
-                    if torch.stack(rows[epoch_start:])[:, kl_column].nanmean() > args.target_kl:
-                        break
-            table = torch.stack(rows).cpu().numpy()  # (updates, metrics): the only wait for the GPU in the iteration
+                epochs.append(torch.stack(rows))  # (minibatches, metrics)
+                kl = epochs[-1][:, list(stats).index("losses/approx_kl")].nanmean()
+                if args.target_kl is not None and not args.kl_penalty and kl > args.target_kl: break
+            table = torch.cat(epochs).cpu().numpy()  # (updates, metrics): the iteration's only wait for the GPU
             if args.kl_penalty:
-                with torch.no_grad():
-                    kl = gaussian_kl(old_mean, old_log_std, *actor(obs_t)).mean().item()
-                kl_coef = adapt_kl_coef(kl_coef, kl, 0.01 if args.target_kl is None else args.target_kl)
-            seconds["update"] += time.perf_counter() - update_start
+                kl = gaussian_kl(old_mean, old_log_std, agent.actor_mean(obs_t), agent.actor_log_std).mean().item()
+                run.kl_coef = adapt_kl_coef(run.kl_coef, kl, 0.01 if args.target_kl is None else args.target_kl)
+            run.update_seconds += time.perf_counter() - update_start
 
-            # Updates that were skipped because something was not finite.
-            skipped = table[:, -1] > 0
-            for row, was_skipped in zip(table, skipped, strict=True):
-                skipped_in_row = skipped_in_row + 1 if was_skipped else 0
-                skipped_updates += int(was_skipped)
-                if skipped_in_row == 1:
-                    first_bad = next((n for n, v in zip(stats, row, strict=True) if not np.isfinite(v)), "the loss")
-                if skipped_in_row >= args.max_skipped_updates:
-                    what = (
-                        f"{skipped_in_row} updates in a row were not finite, {first_bad} first, at step {global_step}"
-                    )
-                    stop(3, f"{what}. Lower --learning-rate or look at the rewards; {resume_command} goes back.")
+            for row in table:  # the last column says whether the update was skipped, because something was not finite
+                bad_rows = [*bad_rows, row] if row[-1] else []
+                if len(bad_rows) >= args.max_skipped_updates:
+                    what = list(stats)[np.flatnonzero(~np.isfinite(bad_rows[0]))[0]]
+                    stop(3, f"{what} was not finite first in {len(bad_rows)} skipped updates in a row. "
+                            f"Look at the rewards or lower --learning-rate (step {run.global_step}).")
+            run.skipped_updates += int(table[:, -1].sum())
 
             # Metrics: losses are means over the last epoch.
-            now = time.perf_counter()
-            seconds["wall"] = now - started
-            last_epoch = table[epoch_start:][~skipped[epoch_start:]]
-            if len(last_epoch):
-                metrics.update(zip(list(stats)[:-1], last_epoch.mean(0)[:-1].tolist(), strict=True))
-            metrics |= {
-                "losses/explained_variance": explained_variance(values, returns).item(),
-                "losses/value_mean": values.mean().item(),
-                "losses/policy_std": actor.log_std.detach().exp().mean().item(),
-                "losses/ent_coef": ent_coef,
-                "losses/kl_coef": kl_coef,
-                "losses/skipped_updates": skipped_updates,
-                "charts/learning_rate": float(optimizer.param_groups[0]["lr"]),
-                "charts/update_epochs": (epoch_start + args.num_minibatches) / args.num_minibatches,
-                "charts/reward_mean": raw_rewards.mean(),
-                "charts/reward_min": raw_rewards.min(),
-                "charts/reward_max": raw_rewards.max(),
-                "charts/SPS": args.batch_size / (now - rollout_start),
-                "time/environment": seconds["environment"],
-                "time/update": seconds["update"],
-                "time/rest": seconds["wall"] - seconds["environment"] - seconds["update"],
-            }
-            metrics |= {name: total / args.batch_size for name, total in reward_terms.items()}
-            last = iteration == args.num_iterations
-            if last or crossed(args.log_every, previous_step, global_step):
-                own_rows = {n for n in metrics if n in EPISODE_METRICS or n.startswith("eval/")}
-                logger.log(global_step, {n: v for n, v in metrics.items() if n not in own_rows})
-            progress.set_postfix({"return": f"{np.mean(recent_returns):.1f}" if recent_returns else "-"}, refresh=False)
-            progress.update(args.batch_size)
-            if not last and crossed(args.eval_every, previous_step, global_step):
-                run_evaluation()
-            if last or caught or crossed(args.checkpoint_every, previous_step, global_step):
-                save()
+            run.wall_seconds = time.perf_counter() - started
+            run.rest_seconds = run.wall_seconds - run.environment_seconds - run.update_seconds
+            means = np.ma.masked_invalid(table[-args.num_minibatches:]).mean(0).filled(np.nan)
+            metrics = dict(zip(list(stats)[:-1], means.tolist(), strict=False)) | {
+                "losses/explained_variance": explained_variance(values, returns).item(), "losses/ent_coef": ent_coef,
+                "losses/value_mean": values.mean().item(), "losses/kl_coef": run.kl_coef,
+                "losses/policy_std": std.mean(), "losses/skipped_updates": run.skipped_updates,
+                "charts/reward_mean": rewards.mean(), "charts/reward_min": rewards.min(),
+                "charts/reward_max": rewards.max(), "charts/update_epochs": len(epochs),
+                "charts/learning_rate": rate, "charts/SPS": args.batch_size / (time.perf_counter() - rollout_start),
+                **{f"time/{part}": getattr(run, f"{part}_seconds") for part in ("environment", "update", "rest")},
+                **{f"rewards/{name.removeprefix('reward_')}": mean for name, mean in reward_terms.items()}}
+            if run.iteration == args.num_iterations or crossed(args.log_every, previous_step, run.global_step):
+                logger.log(run.global_step, metrics)
+            bar.set_postfix({"return": f"{np.mean(run.last_returns):.1f}" if run.last_returns else "-"}, refresh=False)
+            bar.update(args.batch_size)
 
-        if caught:
-            logger.close()
-            print(f"saved at step {global_step}; continue with: {resume_command}", flush=True)
-            raise SystemExit(128 + caught[0])
-
-    final_returns = run_evaluation()
-    summary = {
-        "steps": global_step,
-        "wall_seconds": seconds["wall"],
-        "steps_per_second": global_step / seconds["wall"],
-        "environment_seconds": seconds["environment"],
-        "update_seconds": seconds["update"],
-        "rest_seconds": seconds["wall"] - seconds["environment"] - seconds["update"],
-        "last_training_return": float(np.mean(recent_returns)) if recent_returns else None,
-        "final_evaluation": final_returns,
-    }
-    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
-    logger.close()
-    envs.close()
-    print(f"evaluation at step {global_step}: {np.mean(final_returns):.1f} +- {np.std(final_returns):.1f}")
-    return metrics | {"global_step": global_step}
+    if last:
+        summary = {"steps": run.global_step, **{k: v for k, v in vars(run).items() if k.endswith("_seconds")},
+                   "steps_per_second": run.global_step / run.wall_seconds, "final_evaluation": eval_returns,
+                   "last_training_return": float(np.mean(run.last_returns)) if run.last_returns else None}
+        write_whole(run_dir / "summary.json", json.dumps(summary, indent=2))
+        print(f"evaluation at step {run.global_step}: {np.mean(eval_returns):.1f} +- {np.std(eval_returns):.1f}")
+    else:
+        print(f"saved at step {run.global_step}; continue with: python {sys.argv[0]} --resume '{run_dir}'", flush=True)
+    if caught: raise SystemExit(128 + caught[0])
+    return {"global_step": run.global_step, **episode, **evaluation, **metrics}
 
 
 if __name__ == "__main__":

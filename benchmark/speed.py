@@ -1,0 +1,241 @@
+"""Training speed of our scripts and of pip-installable peers, measured side by side.
+
+    pip install -r benchmark/peers.txt
+    python benchmark/speed.py                                 every workload
+    python benchmark/speed.py --workloads ppo_continuous
+
+Sides take turns (ours, peer, ours, peer, ...), each repetition in a fresh process, with one thread and with two.
+Measured is the steady state, training included, default hyperparameters, no evaluation and no checkpoint: the speed of
+each window of steps (for PPO one rollout and the training on it) after a warm-up of three. A process counts with the
+median of its windows, a side with the median of its processes. Ratios are ours / peer, for each number of threads and
+for each side's best. Close everything else: a two-thread run collapses when another process holds a core.
+"""
+
+import itertools
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import tyro
+from common import ROOT, SPEED, commit, hardware, now, read_json, read_metrics, refuse, sha256, write_json
+
+WARM_UP = 3  # windows left out at the start
+
+
+@dataclass
+class Args:
+    workloads: tuple[str, ...] = ()
+    """Workloads to measure (none given: all)."""
+    threads: tuple[int, ...] = (1, 2)
+    """Numbers of threads (OMP_NUM_THREADS) to measure with."""
+    repetitions: int = 3
+    """Fresh processes per side and number of threads."""
+    windows: int = 10
+    """Windows measured in each process, after the warm-up."""
+    device: str = "auto"
+    """Device of both sides: auto, cpu or cuda."""
+    results_dir: Path = Path("benchmark/results/speed")
+    """Where <script>.json is written."""
+    peer: str = ""
+    """Run this peer once and print its windows as JSON (how the measurement starts its own processes)."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Peers: each trains for `windows` windows and returns the speed of every one
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sb3_ppo_halfcheetah(windows: int, device: str) -> list[float]:
+    """Stable-Baselines3's PPO with its defaults; a window is one rollout of 2048 steps and the training on it."""
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    class Clock(BaseCallback):
+        """Notes the time whenever a rollout starts, and when training is over."""
+
+        def __init__(self):
+            super().__init__()
+            self.times = []
+
+        def _on_rollout_start(self) -> None:
+            self.times.append(time.perf_counter())
+
+        def _on_training_end(self) -> None:
+            self.times.append(time.perf_counter())
+
+        def _on_step(self) -> bool:
+            return True
+
+    clock = Clock()
+    model = PPO("MlpPolicy", "HalfCheetah-v5", seed=1, device=device)
+    model.learn(windows * model.n_steps, callback=clock)
+    return [model.n_steps / (end - start) for start, end in itertools.pairwise(clock.times)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Workloads
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Workload:
+    """One script with flags, and the peers that do the same work."""
+
+    script: str
+    window: int  # steps a window, the unit of the script's budget; also its logging interval
+    flags: list[str]
+    peers: dict[str, Callable[[int, str], list[float]]]
+    packages: list[str] = field(default_factory=list)  # whose versions are recorded, beside those of the script's run
+    budget_flag: str = "--total-timesteps"
+
+    def command(self, windows: int, device: str) -> list[str]:
+        """Our side's command, as a reader would type it; 0 switches evaluation and checkpoints off."""
+        budget = [self.budget_flag, str(windows * self.window), "--log-every", str(self.window)]
+        quiet = ["--eval-every", "0", "--checkpoint-every", "0", "--eval-episodes", "1", "--device", device]
+        return ["python", f"{self.script}.py", *self.flags, *budget, *quiet]
+
+
+WORKLOADS = {
+    "ppo_continuous": Workload(
+        script="ppo_continuous",
+        window=2048,
+        flags=["--env-id", "HalfCheetah-v5", "--num-envs", "1"],
+        peers={"sb3_ppo_halfcheetah": sb3_ppo_halfcheetah},
+        packages=["stable-baselines3", "torch", "gymnasium", "mujoco", "numpy"],
+    ),
+}
+PEERS = {name: peer for workload in WORKLOADS.values() for name, peer in workload.peers.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def in_fresh_process(command: list[str], threads: int, folder: str) -> str:
+    """Run to the end with that many threads, in a folder that may be littered; returns what was printed."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        refuse(f"`{shlex.join(command)}` ended with {run.returncode}: {run.stderr.strip()[-500:]}. Repair it first.")
+    return run.stdout
+
+
+def our_windows(workload: Workload, windows: int, device: str, threads: int) -> tuple[list[float], str]:
+    """The speeds that the script itself logged, one a window, and the name of the device that it used."""
+    with tempfile.TemporaryDirectory(prefix="speed_") as folder:
+        _, _, *flags = workload.command(windows, device)
+        in_fresh_process([sys.executable, str(ROOT / f"{workload.script}.py"), *flags], threads, folder)
+        (run,) = Path(folder, "runs").iterdir()
+        return [speed for _, speed in read_metrics(run, SPEED)[SPEED]], read_json(run / "config.json")["device"]
+
+
+def peer_windows(peer: str, windows: int, device: str, threads: int) -> list[float]:
+    """The speeds of a peer's windows, from a process of its own."""
+    script = str(Path(__file__).resolve())
+    command = [sys.executable, script, "--peer", peer, "--windows", str(windows), "--device", device]
+    with tempfile.TemporaryDirectory(prefix="speed_") as folder:
+        return json.loads(in_fresh_process(command, threads, folder).splitlines()[-1])
+
+
+def measure(workload: Workload, args: Args) -> list[dict]:
+    """Every measurement, in the order in which it was made: ours and each peer in turn."""
+    measurements = []
+    for repetition in range(1, args.repetitions + 1):
+        for threads in args.threads:
+            for side in ("ours", *workload.peers):
+                load, windows, device = os.getloadavg()[0], args.windows + WARM_UP, args.device
+                if side == "ours":
+                    speeds, device = our_windows(workload, windows, device, threads)
+                else:
+                    speeds = peer_windows(side, windows, device, threads)
+                speed = round(statistics.median(speeds[WARM_UP:]), 1)
+                print(f"{side:<24} {threads} threads, repetition {repetition}: {speed:9.1f} per second", flush=True)
+                entry = {"side": side, "threads": threads, "repetition": repetition, "device": device, "speed": speed}
+                measurements.append(entry | {"load_before": round(load, 2), "windows": [round(s, 1) for s in speeds]})
+    return measurements
+
+
+def medians_of(measurements: list[dict]) -> dict[str, dict[str, float]]:
+    """side -> number of threads -> median over the repetitions, and under `best` the highest of these."""
+    speeds: dict[str, dict[str, list[float]]] = {}
+    for entry in measurements:
+        speeds.setdefault(entry["side"], {}).setdefault(str(entry["threads"]), []).append(entry["speed"])
+    medians = {side: {t: statistics.median(s) for t, s in threads.items()} for side, threads in speeds.items()}
+    return {side: threads | {"best": max(threads.values())} for side, threads in medians.items()}
+
+
+def ratios_of(medians: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """peer -> number of threads, and `best` -> our median over the peer's."""
+    ours = medians["ours"]
+    return {
+        peer: {key: round(ours[key] / speeds[key], 2) for key in speeds}
+        for peer, speeds in medians.items()
+        if peer != "ours"
+    }
+
+
+def report(name: str, medians: dict, ratios: dict) -> None:
+    columns = list(medians["ours"])
+    print(f"\n{name:<24}" + "".join(f"{c if c == 'best' else f'{c} threads':>14}" for c in columns))
+    for side, speeds in medians.items():
+        print(f"{side:<24}" + "".join(f"{speeds[column]:14.1f}" for column in columns))
+    for peer, values in ratios.items():
+        print(f"{f'ours / {peer}':<24}" + "".join(f"{values[column]:14.2f}" for column in columns))
+    print()
+
+
+def warn_if_busy() -> None:
+    """Timings of a machine that does something else are worth little."""
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        print(
+            f"warning: the load is {load:.2f} before the start. Timings will be off; stop what runs.", file=sys.stderr
+        )
+
+
+def main(args: Args) -> None:
+    """Measure the workloads, print medians and ratios, and keep every measurement."""
+    unknown = set(args.workloads) - set(WORKLOADS)
+    if unknown:
+        refuse(f"no workload {', '.join(sorted(unknown))}. There are: {', '.join(WORKLOADS)}.")
+    warn_if_busy()
+    for name in args.workloads or WORKLOADS:
+        workload = WORKLOADS[name]
+        measurements = measure(workload, args)
+        medians = medians_of(measurements)
+        ratios = ratios_of(medians)
+        report(name, medians, ratios)
+        path = args.results_dir / f"{workload.script}.json"
+        entry = {
+            "date": now(),
+            "commit": commit(),
+            "script_sha256": sha256(ROOT / f"{workload.script}.py"),
+            "hardware": hardware(measurements[0]["device"]),
+            "versions": {"python": sys.version.split()[0]}
+            | {package: version(package) for package in workload.packages},
+            "command": shlex.join(["python", "benchmark/speed.py", "--workloads", name]),
+            "our_command": shlex.join(workload.command(args.windows + WARM_UP, args.device)),
+            "unit": f"steps per second, windows of {workload.window} steps, the first {WARM_UP} left out",
+            "medians": medians,
+            "ratios": ratios,
+            "measurements": measurements,
+        }
+        write_json(path, read_json(path) | {name: entry})
+
+
+if __name__ == "__main__":
+    arguments = tyro.cli(Args, description=__doc__)
+    if arguments.peer:
+        print(json.dumps(PEERS[arguments.peer](arguments.windows, arguments.device)))
+    else:
+        main(arguments)
