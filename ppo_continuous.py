@@ -51,10 +51,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-import gymnasium as gym
-import numpy as np
-import torch
-import tyro
+import gymnasium as gym, numpy as np, torch, tyro
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -187,7 +184,7 @@ def make_eval_env(args: Args, seed: int, render_mode: str | None = None) -> gym.
 
 def prepare_mujoco() -> None:
     """Render through EGL without a display; keep MuJoCo's warnings out of a MUJOCO_LOG.TXT in the user's folder."""
-    if sys.platform == "linux" and "DISPLAY" not in os.environ: os.environ.setdefault("MUJOCO_GL", "egl")
+    if sys.platform == "linux" and not os.getenv("DISPLAY"): os.environ.setdefault("MUJOCO_GL", "egl")
     with contextlib.suppress(ImportError):
         import mujoco
 
@@ -195,20 +192,10 @@ def prepare_mujoco() -> None:
         mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
 
 
-@contextlib.contextmanager
-def environment_errors(args: Args, when: str):
-    """Stop with exit code 3 when the environment raises."""
-    try:
-        yield
-    except Exception as error:
-        stop(3, f"{args.env_id} raised {error!r} {when}. Mend it, then --resume.")
-
-
-def check_finite(args: Args, step: int, **arrays: np.ndarray) -> None:
-    """Stop before an observation or reward that is nan or infinite reaches the statistics or the rollout."""
-    for name, array in arrays.items():
-        if not np.isfinite(array).all():
-            stop(3, f"{args.env_id} gave a non-finite {name} at step {step}: {array}. Mend it, then --resume.")
+def require_finite(*arrays: np.ndarray) -> None:
+    """Raise before an observation or reward that is nan or infinite reaches the statistics or the rollout."""
+    if not all(np.isfinite(x).all() for x in arrays):
+        raise FloatingPointError(f"observation or reward not finite: {arrays}")
 
 
 def action_transform(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
@@ -296,9 +283,9 @@ class RewardScaler:
 
     def update(self, rewards: np.ndarray, dones: np.ndarray) -> np.ndarray:
         """Scaled rewards, (N,). The return of a step that ends an episode counts in full and then starts at zero."""
-        self.returns = self.returns * self.gamma + rewards
+        self.returns = self.returns * self.gamma + np.asarray(rewards)
         self.rms.update(self.returns)
-        self.returns[dones] = 0
+        self.returns = np.where(dones, 0.0, self.returns)
         return rewards / np.sqrt(self.rms.var + 1e-8)
 
 
@@ -336,9 +323,8 @@ def gaussian_entropy(log_std: Tensor) -> Tensor:
 
 def gaussian_kl(mean: Tensor, log_std: Tensor, new_mean: Tensor, new_log_std: Tensor) -> Tensor:
     """KL(N(mean, std) || N(new_mean, new_std)) of diagonal Gaussians: (..., D) -> (...)."""
-    variance_ratio = torch.exp(2 * (log_std - new_log_std))
     shift = ((mean - new_mean) * torch.exp(-new_log_std)).square()
-    return (new_log_std - log_std + 0.5 * (variance_ratio + shift - 1)).sum(-1)
+    return (new_log_std - log_std + 0.5 * (torch.exp(2 * (log_std - new_log_std)) + shift - 1)).sum(-1)
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_coef: float | None) -> Tensor:
@@ -402,7 +388,8 @@ def update(agent: Agent, optimizer: torch.optim.Adam, minibatch: tuple[Tensor, .
     v_loss = value_loss(agent.critic(obs), old_values, returns, args.vf_clip_coef if args.clip_vloss else None)
     entropy = gaussian_entropy(log_std)
     ent_coef, kl_coef = coefficients
-    loss = pg_loss + args.vf_coef * v_loss - ent_coef * entropy
+    loss = pg_loss + args.vf_coef * v_loss
+    if args.ent_coef or args.ent_coef_end: loss = loss - ent_coef * entropy
     if args.kl_penalty: loss = loss + kl_coef * gaussian_kl(old_mean, old_log_std, mean, log_std).mean()
     logratio = (logprobs - old_logprobs).detach()
     stats = {"losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.detach(),
@@ -439,12 +426,13 @@ def evaluate(args: Args, agent: Agent, obs_rms: RunningMeanStd, run_dir: Path, n
         env = gym.wrappers.RecordVideo(env, str(run_dir / "videos"), lambda k: k == 0, name_prefix=name)
     space, policy, (scale, shift) = env.action_space, numpy_policy(agent.actor_mean), action_transform(env.action_space)
     returns, lengths = np.zeros((2, args.eval_episodes))
-    with environment_errors(args, "in evaluation"), contextlib.closing(env):
+    with or_stop(3, f"{args.env_id} in evaluation", "Mend it, then --resume."), contextlib.closing(env):
         for k in range(args.eval_episodes):
             (obs, _), done = env.reset(seed=1_000_000 * (args.seed + 1) + k), False
             while not done:
                 action = policy(obs_rms.normalize(obs.ravel(), args.obs_clip).astype(np.float32)) * scale + shift
-                obs, reward, terminated, truncated, _ = env.step(action.reshape(space.shape).clip(space.low, space.high))
+                action = action.reshape(space.shape).clip(space.low, space.high)
+                obs, reward, terminated, truncated, _ = env.step(action)
                 done, returns[k], lengths[k] = terminated or truncated, returns[k] + reward, lengths[k] + 1
     return returns.tolist(), {"eval/episodic_return": returns.mean(), "eval/episodic_length": lengths.mean()}
 
@@ -459,11 +447,10 @@ def stop(code: int, message: str) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name, or a refusal; auto is cuda or cpu."""
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    name = ("cuda" if available["cuda"] else "cpu") if name == "auto" else name
-    if not available[name]: stop(2, f"--device {name}: PyTorch finds none. Use --device cpu, or install its build.")
-    return torch.device(name)
+    """The device of that name, tried out; auto is cuda or cpu."""
+    name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    with or_stop(2, f"--device {name}", "Use --device cpu, or install a PyTorch built for this device."):
+        return torch.zeros(1, device=name).device
 
 
 def seed_everything(seed: int, deterministic: bool) -> np.random.Generator:
@@ -490,18 +477,24 @@ def check_writable(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path):
-    """Stop with exit code 3 when something cannot be written, on a full disk say."""
+def or_stop(code: int, what: str, advice: str, *errors: type[Exception]):
+    """Turn errors of these types, or of any if none is named, into stop()."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
-        Path(f"{path}.tmp").unlink(missing_ok=True)
-        stop(3, f"cannot write {path}: {error}. What was saved before is whole: make room, then --resume.")
+    except errors or (Exception,) as error:  # noqa: B030
+        stop(code, f"{what}: {error!r}. {advice}")
+
+
+def writing(path: Path):
+    """Stop with exit code 3 when something cannot be written, on a full disk say (torch.save: RuntimeError)."""
+    advice = "What was saved before is whole: make room, then --resume."
+    return or_stop(3, f"cannot write {path}", advice, OSError, RuntimeError)
 
 
 def write_whole(path: Path, content: str | dict) -> None:
     """Replace a file in one step (a dict through torch.save): a kill leaves the old one or the new one."""
-    with writing(path):
+    with writing(path), contextlib.ExitStack() as stack:
+        stack.callback(Path(f"{path}.tmp").unlink, missing_ok=True)
         with open(f"{path}.tmp", "wb") as file:
             torch.save(content, file) if isinstance(content, dict) else file.write(content.encode())
             file.flush()
@@ -523,11 +516,11 @@ class Logger:
             self.tensorboard = SummaryWriter(self.run_dir, purge_step=resume_step + 1 if run_dir else None)
         rows = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= resume_step]
         write_whole(self.path, "".join(["step,metric,value\n", *rows]))
-        status, commit = subprocess.getstatusoutput(f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD")
+        commit = subprocess.getoutput(f"git -C '{Path(__file__).resolve().parent}' rev-parse HEAD 2>/dev/null")
         versions = {d.name: d.version for d in importlib.metadata.distributions()} | {"python": sys.version.split()[0]}
+        device_name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
         config = {"script": SCRIPT, "flags": dataclasses.asdict(args) | {"resume": None}, "versions": versions,
-                  "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-                  "commit": None if status else commit}
+                  "device": device_name, "commit": commit or None}
         write_whole(self.run_dir / "config.json", json.dumps(config, indent=2))
         if args.track:
             self.wandb, name = importlib.import_module("wandb"), self.run_dir.name
@@ -564,11 +557,10 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     if not (path := args.resume or args.evaluate): return args, None, None
     file, hint = Path(path), f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py."
     file = file / "checkpoint.pt" if file.is_dir() else file
-    try:
+    # Whatever the file system, the zip reader or the unpickler may say:
+    with or_stop(2, f"{file} is missing or no checkpoint", hint):
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         made_by, flags = f"{checkpoint['script']}.py, format {checkpoint['format_version']}", checkpoint["flags"]
-    except Exception as error:  # whatever the file system, the zip reader or the unpickler says
-        stop(2, f"{file} is missing or no checkpoint ({type(error).__name__}). {hint}")
     if made_by != f"{SCRIPT}.py, format {FORMAT_VERSION}":
         stop(2, f"{file} is a checkpoint of {made_by}, not {SCRIPT}.py, format {FORMAT_VERSION}. {hint}")
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if getattr(args, f.name) != f.default}
@@ -582,10 +574,8 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
 
 def restore(checkpoint: dict, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
     """Put the state of a checkpoint back in place, or refuse one that does not fit."""
-    try:
+    with or_stop(2, "the checkpoint does not fit this environment", "Use the one that it was trained on."):
         for name, part in parts.items(): part.load_state_dict(checkpoint["parts"][name])
-    except (KeyError, RuntimeError, ValueError) as error:
-        stop(2, f"the checkpoint does not fit this environment: {error!r:.150}. Use the one it was trained on.")
     vars(run).update(checkpoint["run"])
     rng.bit_generator.state = checkpoint["rng"]
 
@@ -621,22 +611,19 @@ def check(args: Args) -> None:
     if args.resume and args.evaluate: stop(2, "--resume and --evaluate exclude each other. Give one of them.")
     if not args.evaluate: check_writable(args.runs_dir)
     choose_device(args.device)
-    try:
+    advice = "Take another or module:Env-v0; dqn.py is for discrete actions, ppo_atari.py for images. Videos need EGL."
+    with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
         envs = make_envs(args, 1, args.seed)
         env = make_eval_env(args, args.seed, "rgb_array" if args.capture_video else None)
         env.reset(seed=args.seed)
         if args.capture_video: importlib.import_module("moviepy"), env.render()
         envs.close(), env.close()
-    except Exception as error:
-        hint = "Choose a gymnasium id or module:Env-v0; --capture-video needs moviepy and a display or EGL (libegl1)."
-        stop(2, f"--env-id {args.env_id} cannot be made or rendered: {error!r}. {hint}")
-    boxes = [s for s in (envs.single_observation_space, envs.single_action_space) if isinstance(s, gym.spaces.Box)]
-    if len(boxes) < 2 or len(boxes[0].shape) == 3 or boxes[1].dtype.kind != "f":
-        hint = "Use dqn.py for discrete actions, ppo_atari.py for images, FlattenObservation for dictionaries."
-        spaces = f"observations {envs.single_observation_space}, actions {envs.single_action_space}"
-        stop(2, f"{args.env_id} has {spaces}; this script needs a Box of numbers and a Box of floats. {hint}")
-    if (mode := envs.metadata.get("autoreset_mode", gym.vector.AutoresetMode.SAME_STEP)) != gym.vector.AutoresetMode.SAME_STEP:
-        stop(2, f"make_envs resets in {mode}. Give it autoreset_mode=gym.vector.AutoresetMode.SAME_STEP.")
+        obs_space, action_space = envs.single_observation_space, envs.single_action_space
+        boxes = isinstance(obs_space, gym.spaces.Box) and isinstance(action_space, gym.spaces.Box)
+        if not boxes or len(obs_space.shape) > 2 or action_space.dtype.kind != "f":
+            raise TypeError(f"it needs Boxes of numbers, not observations {obs_space} and actions {action_space}")
+        if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP:
+            raise TypeError("make_envs must give AutoresetMode.SAME_STEP")
 
 
 # What may differ from the checkpoint's flags under --resume and --evaluate: budget, device and logging.
@@ -650,7 +637,7 @@ def main(args: Args) -> dict[str, float]:
     args, checkpoint, run_dir = load_checkpoint(args, CHANGEABLE | ({"seed"} if args.evaluate else set()))
     check(args)
     device, rng = choose_device(args.device), seed_everything(args.seed, args.torch_deterministic)
-    envs = gym.wrappers.vector.RecordEpisodeStatistics(make_envs(args, args.num_envs, args.seed))
+    envs = make_envs(args, args.num_envs, args.seed)
     space, (scale, shift) = envs.single_action_space, action_transform(envs.single_action_space)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(space.shape)
     agent = Agent(obs_dim, action_dim).to(device)
@@ -668,7 +655,7 @@ def main(args: Args) -> dict[str, float]:
 
     logger = Logger(run_dir, args, device, run.global_step)
     run_dir, step_update = logger.run_dir, torch.compile(update, mode="reduce-overhead") if args.compile else update
-    print(f"{args.env_id}, {args.num_iterations} rollouts of {args.batch_size} steps on {device}: {run_dir}", flush=True)
+    print(f"{args.env_id}: {args.num_iterations} rollouts of {args.batch_size} steps on {device} {run_dir}", flush=True)
 
     # One rollout, (T, N, ...). Only the policy's mean is needed while acting; values and log-probabilities of the
     # whole rollout are computed afterwards in one pass of each network.
@@ -687,8 +674,11 @@ def main(args: Args) -> dict[str, float]:
     started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10
     bar = tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False)
     with contextlib.closing(envs), contextlib.closing(logger), bar, contextlib.ExitStack() as stack:
-        caught, (raw_obs, _) = catch_signals(stack), envs.reset(seed=args.seed + run.global_step)
-        check_finite(args, run.global_step, observation=raw_obs)
+        caught, mend = catch_signals(stack), "Mend the environment, then --resume."
+        with or_stop(3, f"{args.env_id} at its reset", mend):
+            raw_obs, _ = envs.reset(seed=args.seed + run.global_step)
+            require_finite(raw_obs)
+        episode_returns, episode_lengths = np.zeros((2, args.num_envs))
         while True:
             # Between two rollouts: evaluate, save, stop.
             last, first = run.iteration >= args.num_iterations, run.global_step == 0 and args.eval_every > 0
@@ -715,35 +705,38 @@ def main(args: Args) -> dict[str, float]:
                 # The sample is kept as it is, since its log-probability is wanted; the environment gets it clipped.
                 env_actions = (actions[t] * scale + shift).reshape(-1, *space.shape).clip(space.low, space.high)
                 step_start = time.perf_counter()
-                with environment_errors(args, f"at step {run.global_step}"):
+                with or_stop(3, f"{args.env_id} at step {run.global_step}", mend):
                     raw_obs, rewards[t], terminations[t], truncated, infos = envs.step(env_actions)
+                    require_finite(raw_obs, rewards[t], *(x for x in infos.get("final_obs", ()) if x is not None))
                 run.environment_seconds += time.perf_counter() - step_start
                 run.global_step += args.num_envs
-                check_finite(args, run.global_step, observation=raw_obs, reward=rewards[t])
                 dones[t] = terminations[t] | truncated
                 scaled = reward_scaler.update(rewards[t], dones[t]).clip(-args.clip_reward, args.clip_reward)
                 scaled_rewards[t] = scaled if args.norm_reward else rewards[t]
                 for info in (infos, infos.get("final_info", {})):  # the environment's own parts of the reward
                     for name in (k for k, v in info.items() if k.startswith("reward_") and v.dtype.kind in "fiu"):
                         reward_terms[name] = reward_terms.get(name, 0) + info[name].sum() / args.batch_size
+                episode_returns, episode_lengths = episode_returns + rewards[t], episode_lengths + 1
                 for i in np.flatnonzero(dones[t]):
                     if not terminations[t, i]:  # a time limit: the value of the last observation is bootstrapped
-                        check_finite(args, run.global_step, final_observation=infos["final_obs"][i])
                         final_observations.append(normalize(infos["final_obs"][i]))
-                    length, episode_return = infos["episode"]["l"][i], float(infos["episode"]["r"][i])
-                    episode = {"charts/episodic_return": episode_return, "charts/episodic_length": length}
+                    length, score = float(episode_lengths[i]), float(episode_returns[i])
+                    episode = {"charts/episodic_return": score, "charts/episodic_length": length}
                     logger.log(run.global_step, episode)
-                    run.last_returns = [*run.last_returns[-99:], episode_return]
+                    run.last_returns = [*run.last_returns[-99:], score]
+                    episode_returns[i], episode_lengths[i] = 0, 0
 
             # Advantages, from the values of the policy that made the rollout.
             update_start = time.perf_counter()
             with torch.no_grad():
                 obs_t, actions_t, terminations_t, dones_t = map(to_device, (observations, actions, terminations, dones))
                 old_mean, old_log_std = agent.actor_mean(obs_t), agent.actor_log_std.clone()
-                old_logprobs, values = gaussian_log_prob(actions_t, old_mean, old_log_std), agent.critic(obs_t)  # (T, N)
+                old_logprobs = gaussian_log_prob(actions_t, old_mean, old_log_std)  # (T, N)
+                values = agent.critic(obs_t)  # (T, N)
                 next_values = torch.cat([values[1:], agent.critic(to_device(normalize(raw_obs)))[None]])
                 if final_observations:  # in the order of the rollout, like a boolean index
-                    next_values[dones_t & ~terminations_t] = agent.critic(to_device(np.concatenate(final_observations)))
+                    finals = to_device(np.concatenate(final_observations))
+                    next_values[dones_t & ~terminations_t] = agent.critic(finals)
                 advantages, returns = compute_gae(to_device(scaled_rewards), values, next_values, terminations_t,
                                                   dones_t, args.gamma, args.gae_lambda)
             # Each (T * N, ...):
@@ -798,7 +791,7 @@ def main(args: Args) -> dict[str, float]:
         write_whole(run_dir / "summary.json", json.dumps(summary, indent=2))
         print(f"evaluation at step {run.global_step}: {np.mean(eval_returns):.1f} +- {np.std(eval_returns):.1f}")
     else:
-        print(f"saved at step {run.global_step}; continue with: python {sys.argv[0]} --resume '{run_dir}'", flush=True)
+        print(f"saved at step {run.global_step}; continue with: python '{sys.argv[0]}' --resume '{run_dir}'", flush=True)
     if caught: raise SystemExit(128 + caught[0])
     return {"global_step": run.global_step, **episode, **evaluation, **metrics}
 

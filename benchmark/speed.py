@@ -112,6 +112,13 @@ WORKLOADS = {
         peers={"sb3_ppo_halfcheetah": sb3_ppo_halfcheetah},
         packages=["stable-baselines3", "torch", "gymnasium", "mujoco", "numpy"],
     ),
+    "ppo_continuous_compiled": Workload(
+        script="ppo_continuous",
+        window=2048,
+        flags=["--env-id", "HalfCheetah-v5", "--num-envs", "1", "--compile"],
+        peers={"sb3_ppo_halfcheetah": sb3_ppo_halfcheetah},
+        packages=["stable-baselines3", "torch", "gymnasium", "mujoco", "numpy"],
+    ),
 }
 PEERS = {name: peer for workload in WORKLOADS.values() for name, peer in workload.peers.items()}
 

@@ -42,7 +42,7 @@ class Line(gym.Env):
 
 
 class CounterEnv(gym.Env):
-    """Observes the step number and pays 1 a step. `ends_at` terminates; `alias` hands out one array, changed in place."""
+    """Observes the step number, pays 1 a step. `ends_at` terminates; `alias` hands out one array, changed in place."""
 
     def __init__(self, ends_at: int = 10**9, alias: bool = False, render_mode: str | None = None):
         self.observation_space = gym.spaces.Box(0, np.inf, (1,), np.float64)
@@ -64,7 +64,7 @@ class CounterEnv(gym.Env):
 
 
 class ConstantEnv(gym.Env):
-    """Always the same observation and reward 1: the value of every state is 1 / (1 - gamma), whatever a time limit says."""
+    """Always the same observation and reward 1: the value is 1 / (1 - gamma), whatever a time limit says."""
 
     def __init__(self, render_mode: str | None = None):
         self.observation_space = gym.spaces.Box(0, 1, (1,))
