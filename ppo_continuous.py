@@ -791,7 +791,7 @@ def main(args: Args) -> dict[str, float]:
         write_whole(run_dir / "summary.json", json.dumps(summary, indent=2))
         print(f"evaluation at step {run.global_step}: {np.mean(eval_returns):.1f} +- {np.std(eval_returns):.1f}")
     else:
-        print(f"saved at step {run.global_step}; continue with: python '{sys.argv[0]}' --resume '{run_dir}'", flush=True)
+        print(f"saved at step {run.global_step}. Continue: python '{sys.argv[0]}' --resume '{run_dir}'", flush=True)
     if caught: raise SystemExit(128 + caught[0])
     return {"global_step": run.global_step, **episode, **evaluation, **metrics}
 

@@ -474,7 +474,7 @@ def test_signal_saves_and_prints_the_command_that_resumes(signum, code):
     process.send_signal(signum)
     out = process.communicate(timeout=60)[0]
     assert process.returncode == code
-    resume = out.strip().splitlines()[-1].split("continue with: python ")[1]
+    resume = out.strip().splitlines()[-1].split("Continue: python ")[1]
     step = torch.load(next(Path("my runs").glob("*")) / "checkpoint.pt")["run"]["global_step"]
     subprocess.run(
         f"{sys.executable} {resume} --total-timesteps {step + 64}", shell=True, check=True, capture_output=True
