@@ -201,7 +201,7 @@ def require_finite(*arrays: np.ndarray) -> None:
 def action_transform(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     """(scale, shift), flat: from the policy's units to the environment's, [-1, 1] to [low, high] where finite."""
     with np.errstate(over="ignore", invalid="ignore"):
-        half, middle = (space.high - space.low).ravel() / 2, (space.high + space.low).ravel() / 2
+        half, middle = (space.high - space.low).ravel() / 2, (space.high / 2 + space.low / 2).ravel()
     bounded = np.isfinite(half)  # a range as wide as the float type is no range either
     return np.where(bounded, half, 1).astype(space.dtype), np.where(bounded, middle, 0).astype(space.dtype)
 
@@ -233,9 +233,10 @@ class Agent(nn.Module):
 
 def numpy_policy(network: nn.Sequential):
     """A NumPy copy of the network as it is now: for one observation at a time PyTorch takes three times as long."""
-    *hidden, last = [[p.detach().cpu().numpy().T.copy() for p in layer.parameters()] for layer in network[::2]]
-    if not all(isinstance(layer, nn.Tanh) for layer in network[1::2]):
+    turns = (nn.Linear, nn.Tanh)
+    if len(network) % 2 == 0 or not all(isinstance(layer, turns[i % 2]) for i, layer in enumerate(network)):
         raise TypeError(f"numpy_policy knows Linear and Tanh by turns, not {network}: teach it the new layer")
+    *hidden, last = [[p.detach().cpu().numpy().T.copy() for p in layer.parameters()] for layer in network[::2]]
 
     def forward(x: np.ndarray) -> np.ndarray:
         for weight, bias in hidden: x = np.tanh(x @ weight + bias)
@@ -264,7 +265,8 @@ class RunningMeanStd:
 
     def normalize(self, x: np.ndarray | Tensor, clip: float | None = None) -> np.ndarray | Tensor:
         """(x - mean) / sqrt(var + 1e-8), clipped to +-clip; x itself before the first update."""
-        if isinstance(x, Tensor): return torch.from_numpy(self.normalize(x.detach().cpu().numpy(), clip)).to(x.device)
+        if isinstance(x, Tensor):
+            return torch.from_numpy(np.asarray(self.normalize(x.detach().cpu().numpy(), clip))).to(x.device)
         y = (x - self.mean) / (np.sqrt(self.var + 1e-8) if self.count else 1)
         return (y if clip is None else y.clip(-clip, clip)).astype(np.result_type(x, np.float32))
 
@@ -583,9 +585,10 @@ def restore(checkpoint: dict, run: SimpleNamespace, parts: dict, rng: np.random.
 def catch_signals(stack: contextlib.ExitStack) -> list[int]:
     """Collect SIGINT and SIGTERM in a list that the training loop looks at; a second one quits at once."""
     caught = []
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        old = signal.signal(signum, lambda n, _: sys.exit(128 + n) if caught else caught.append(n))
-        stack.callback(signal.signal, signum, old)
+    with contextlib.suppress(ValueError):  # only the main thread may do this
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            old = signal.signal(signum, lambda n, _: sys.exit(128 + n) if caught else caught.append(n))
+            stack.callback(signal.signal, signum, old)
     return caught
 
 
