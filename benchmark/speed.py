@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -88,20 +88,21 @@ def sb3_ppo_halfcheetah(windows: int, device: str) -> list[float]:
 
 @dataclass
 class Workload:
-    """One script with flags, and the peers that do the same work."""
+    """One script with flags, variants of it with more flags, and the peers that do the same work."""
 
     script: str
     window: int  # steps a window, the unit of the script's budget; also its logging interval
     flags: list[str]
     peers: dict[str, Callable[[int, str], list[float]]]
+    variants: dict[str, list[str]] = field(default_factory=lambda: {"ours": []})
     packages: list[str] = field(default_factory=list)  # whose versions are recorded, beside those of the script's run
     budget_flag: str = "--total-timesteps"
 
-    def command(self, windows: int, device: str) -> list[str]:
+    def command(self, windows: int, device: str, variant: str = "ours") -> list[str]:
         """Our side's command, as a reader would type it; 0 switches evaluation and checkpoints off."""
         budget = [self.budget_flag, str(windows * self.window), "--log-every", str(self.window)]
         quiet = ["--eval-every", "0", "--checkpoint-every", "0", "--eval-episodes", "1", "--device", device]
-        return ["python", f"{self.script}.py", *self.flags, *budget, *quiet]
+        return ["python", f"{self.script}.py", *self.flags, *self.variants[variant], *budget, *quiet]
 
 
 WORKLOADS = {
@@ -110,13 +111,7 @@ WORKLOADS = {
         window=2048,
         flags=["--env-id", "HalfCheetah-v5", "--num-envs", "1"],
         peers={"sb3_ppo_halfcheetah": sb3_ppo_halfcheetah},
-        packages=["stable-baselines3", "torch", "gymnasium", "mujoco", "numpy"],
-    ),
-    "ppo_continuous_compiled": Workload(
-        script="ppo_continuous",
-        window=2048,
-        flags=["--env-id", "HalfCheetah-v5", "--num-envs", "1", "--compile"],
-        peers={"sb3_ppo_halfcheetah": sb3_ppo_halfcheetah},
+        variants={"ours": [], "ours --compile": ["--compile"]},
         packages=["stable-baselines3", "torch", "gymnasium", "mujoco", "numpy"],
     ),
 }
@@ -137,10 +132,12 @@ def in_fresh_process(command: list[str], threads: int, folder: str) -> str:
     return run.stdout
 
 
-def our_windows(workload: Workload, windows: int, device: str, threads: int) -> tuple[list[float], str]:
+def our_windows(
+    workload: Workload, windows: int, device: str, threads: int, variant: str = "ours"
+) -> tuple[list[float], str]:
     """The speeds that the script itself logged, one a window, and the name of the device that it used."""
     with tempfile.TemporaryDirectory(prefix="speed_") as folder:
-        _, _, *flags = workload.command(windows, device)
+        _, _, *flags = workload.command(windows, device, variant)
         in_fresh_process([sys.executable, str(ROOT / f"{workload.script}.py"), *flags], threads, folder)
         (run,) = Path(folder, "runs").iterdir()
         return [speed for _, speed in read_metrics(run, SPEED)[SPEED]], read_json(run / "config.json")["device"]
@@ -159,10 +156,10 @@ def measure(workload: Workload, args: Args) -> list[dict]:
     measurements = []
     for repetition in range(1, args.repetitions + 1):
         for threads in args.threads:
-            for side in ("ours", *workload.peers):
+            for side in (*workload.variants, *workload.peers):
                 load, windows, device = os.getloadavg()[0], args.windows + WARM_UP, args.device
-                if side == "ours":
-                    speeds, device = our_windows(workload, windows, device, threads)
+                if side in workload.variants:
+                    speeds, device = our_windows(workload, windows, device, threads, side)
                 else:
                     speeds = peer_windows(side, windows, device, threads)
                 speed = round(statistics.median(speeds[WARM_UP:]), 1)
@@ -181,23 +178,23 @@ def medians_of(measurements: list[dict]) -> dict[str, dict[str, float]]:
     return {side: threads | {"best": max(threads.values())} for side, threads in medians.items()}
 
 
-def ratios_of(medians: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """peer -> number of threads, and `best` -> our median over the peer's."""
-    ours = medians["ours"]
+def ratios_of(medians: dict[str, dict[str, float]], peers: Iterable[str]) -> dict[str, dict[str, float]]:
+    """"variant / peer" -> number of threads, and `best` -> the variant's median over the peer's."""
+    ours = {side: speeds for side, speeds in medians.items() if side not in peers}
     return {
-        peer: {key: round(ours[key] / speeds[key], 2) for key in speeds}
-        for peer, speeds in medians.items()
-        if peer != "ours"
+        f"{side} / {peer}": {key: round(speeds[key] / medians[peer][key], 2) for key in speeds}
+        for peer in peers
+        for side, speeds in ours.items()
     }
 
 
 def report(name: str, medians: dict, ratios: dict) -> None:
-    columns = list(medians["ours"])
-    print(f"\n{name:<24}" + "".join(f"{c if c == 'best' else f'{c} threads':>14}" for c in columns))
+    columns = list(next(iter(medians.values())))
+    print(f"\n{name:<36}" + "".join(f"{c if c == 'best' else f'{c} threads':>14}" for c in columns))
     for side, speeds in medians.items():
-        print(f"{side:<24}" + "".join(f"{speeds[column]:14.1f}" for column in columns))
-    for peer, values in ratios.items():
-        print(f"{f'ours / {peer}':<24}" + "".join(f"{values[column]:14.2f}" for column in columns))
+        print(f"{side:<36}" + "".join(f"{speeds[column]:14.1f}" for column in columns))
+    for pair, values in ratios.items():
+        print(f"{pair:<36}" + "".join(f"{values[column]:14.2f}" for column in columns))
     print()
 
 
@@ -220,7 +217,7 @@ def main(args: Args) -> None:
         workload = WORKLOADS[name]
         measurements = measure(workload, args)
         medians = medians_of(measurements)
-        ratios = ratios_of(medians)
+        ratios = ratios_of(medians, workload.peers)
         report(name, medians, ratios)
         path = args.results_dir / f"{workload.script}.json"
         entry = {

@@ -422,22 +422,26 @@ def test_a_page_without_markers_is_left_alone(content):
 def test_sides_take_turns_and_the_warm_up_is_left_out(monkeypatch, tmp_path):
     turns = []
 
-    def ours(workload, windows, device, threads):
-        turns.append(("ours", threads))
+    def ours(workload, windows, device, threads, variant):
+        turns.append((variant, threads))
         return [1.0] * speed.WARM_UP + [100.0 * threads] * (windows - speed.WARM_UP), "cpu"
 
-    def peer(name, windows, device, threads):
+    def peers(name, windows, device, threads):
         turns.append((name, threads))
         return [1.0] * speed.WARM_UP + [80.0 / threads] * (windows - speed.WARM_UP)
 
     monkeypatch.setattr(speed, "our_windows", ours)
-    monkeypatch.setattr(speed, "peer_windows", peer)
-    workload = speed.Workload(script="fake", window=10, flags=[], peers={"peer": None})
+    monkeypatch.setattr(speed, "peer_windows", peers)
+    variants = {"ours": [], "ours --fast": ["--fast"]}
+    workload = speed.Workload(script="fake", window=10, flags=[], peers={"peer": None}, variants=variants)
     measurements = speed.measure(workload, speed.Args(repetitions=2, windows=2))
-    assert turns == [("ours", 1), ("peer", 1), ("ours", 2), ("peer", 2)] * 2
+    assert turns == [(side, threads) for threads in (1, 2) for side in ("ours", "ours --fast", "peer")] * 2
     medians = speed.medians_of(measurements)
-    assert medians == {"ours": {"1": 100.0, "2": 200.0, "best": 200.0}, "peer": {"1": 80.0, "2": 40.0, "best": 80.0}}
-    assert speed.ratios_of(medians) == {"peer": {"1": 1.25, "2": 5.0, "best": 2.5}}
+    ours, peer = {"1": 100.0, "2": 200.0, "best": 200.0}, {"1": 80.0, "2": 40.0, "best": 80.0}
+    assert medians == {"ours": ours, "ours --fast": ours, "peer": peer}
+    ratio = {"1": 1.25, "2": 5.0, "best": 2.5}
+    assert speed.ratios_of(medians, workload.peers) == {"ours / peer": ratio, "ours --fast / peer": ratio}
+    assert workload.command(1, "cpu", "ours --fast")[2] == "--fast"
 
 
 def test_our_speed_is_read_from_the_run(monkeypatch):
