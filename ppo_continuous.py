@@ -614,7 +614,7 @@ def check(args: Args) -> None:
     if args.resume and args.evaluate: stop(2, "--resume and --evaluate exclude each other. Give one of them.")
     if not args.evaluate: check_writable(args.runs_dir)
     choose_device(args.device)
-    advice = "Take another or module:Env-v0; dqn.py is for discrete actions, ppo_atari.py for images. Videos need EGL."
+    advice = "Take another, module:Env-v0, dqn.py (discrete), ppo_atari.py (images), FlattenObservation; videos need EGL."
     with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
         envs = make_envs(args, 1, args.seed)
         env = make_eval_env(args, args.seed, "rgb_array" if args.capture_video else None)
@@ -624,7 +624,7 @@ def check(args: Args) -> None:
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         boxes = isinstance(obs_space, gym.spaces.Box) and isinstance(action_space, gym.spaces.Box)
         if not boxes or len(obs_space.shape) > 2 or action_space.dtype.kind != "f":
-            raise TypeError(f"it needs Boxes of numbers, not observations {obs_space} and actions {action_space}")
+            raise TypeError(f"it needs a Box of numbers and a Box of floats, not {obs_space} and {action_space}")
         if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP:
             raise TypeError("make_envs must give AutoresetMode.SAME_STEP")
 
