@@ -614,7 +614,7 @@ def check(args: Args) -> None:
     if args.resume and args.evaluate: stop(2, "--resume and --evaluate exclude each other. Give one of them.")
     if not args.evaluate: check_writable(args.runs_dir)
     choose_device(args.device)
-    advice = "Take another, module:Env-v0, dqn.py (discrete), ppo_atari.py (images), FlattenObservation; videos need EGL."
+    advice = "Try another, module:Env-v0, dqn.py (discrete), ppo_atari.py (images), FlattenObservation; videos need EGL"
     with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
         envs = make_envs(args, 1, args.seed)
         env = make_eval_env(args, args.seed, "rgb_array" if args.capture_video else None)
