@@ -103,3 +103,15 @@ def read_metrics(run: Path, *names: str) -> dict[str, list[tuple[int, float]]]:
                     except ValueError:  # a row cut short by a kill
                         continue
     return rows
+
+
+def insert_table(path: Path, name: str, text: str) -> None:
+    """Replace what is between the file's markers of that name, so that a page never holds numbers typed by hand."""
+    start, end = f"<!-- results:{name} -->", f"<!-- /results:{name} -->"
+    page = (
+        path.read_text() if path.is_file() else refuse(f"no file at {path}. Create it, with the markers {start} {end}.")
+    )
+    if page.count(start) != 1 or page.count(end) != 1 or page.index(start) > page.index(end):
+        refuse(f"{path} must hold {start} once and, after it, {end} once. Add the two markers.")
+    before, after = page.split(start)[0], page.split(end)[1]
+    path.write_text(f"{before}{start}\n{text}\n{end}{after}")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from common import EVALUATION_RETURN, TRAINING_RETURN, read_json, read_metrics, refuse
+from common import EVALUATION_RETURN, TRAINING_RETURN, insert_table, read_json, read_metrics, refuse
 from scipy.stats import trim_mean
 
 plt.switch_backend("Agg")  # pictures go to files: no display is needed
@@ -237,18 +237,6 @@ def conditions(loaded: dict[str, dict[str, list[dict]]]) -> str:
     dates = sorted(result["date"][:10] for result in results)
     span = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     return f"Hardware: {distinct(machine)}. Runs: {load}. Commit: {commits}. Date: {span}."
-
-
-def insert_table(path: Path, name: str, text: str) -> None:
-    """Replace what is between the file's markers of that name, so that a page never holds numbers typed by hand."""
-    start, end = f"<!-- results:{name} -->", f"<!-- /results:{name} -->"
-    page = (
-        path.read_text() if path.is_file() else refuse(f"no file at {path}. Create it, with the markers {start} {end}.")
-    )
-    if page.count(start) != 1 or page.count(end) != 1 or page.index(start) > page.index(end):
-        refuse(f"{path} must hold {start} once and, after it, {end} once. Add the two markers.")
-    before, after = page.split(start)[0], page.split(end)[1]
-    path.write_text(f"{before}{start}\n{text}\n{end}{after}")
 
 
 def curve_of(result: dict) -> list[list[float]]:

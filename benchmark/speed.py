@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tyro
-from common import ROOT, SPEED, commit, hardware, now, read_json, read_metrics, refuse, sha256, write_json
+from common import ROOT, SPEED, commit, hardware, insert_table, now, read_json, read_metrics, refuse, sha256, write_json
 
 WARM_UP = 3  # windows left out at the start
 
@@ -45,6 +45,8 @@ class Args:
     """Device of both sides: auto, cpu or cuda."""
     results_dir: Path = Path("benchmark/results/speed")
     """Where <script>.json is written."""
+    table: Path | None = None
+    """Put the medians and ratios between this file's markers results:speed."""
     peer: str = ""
     """Run this peer once and print its windows as JSON (how the measurement starts its own processes)."""
 
@@ -198,6 +200,17 @@ def report(name: str, medians: dict, ratios: dict) -> None:
     print()
 
 
+def markdown(medians: dict, ratios: dict, versions: dict) -> str:
+    """The same as report, for a page."""
+    columns = list(next(iter(medians.values())))
+    names = [column if column == "best" else f"{column} thread{'s' * (column != '1')}" for column in columns]
+    rows = [["", *names], ["---"] * (len(columns) + 1)]
+    rows += [[side, *(f"{speeds[column]:,.0f}" for column in columns)] for side, speeds in medians.items()]
+    rows += [[pair, *(f"**{values[column]:.2f}**" for column in columns)] for pair, values in ratios.items()]
+    used = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{used}."
+
+
 def warn_if_busy() -> None:
     """Timings of a machine that does something else are worth little."""
     load = os.getloadavg()[0]
@@ -235,6 +248,8 @@ def main(args: Args) -> None:
             "measurements": measurements,
         }
         write_json(path, read_json(path) | {name: entry})
+        if args.table:
+            insert_table(args.table, "speed", markdown(medians, ratios, entry["versions"]))
 
 
 if __name__ == "__main__":

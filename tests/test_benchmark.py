@@ -442,6 +442,8 @@ def test_sides_take_turns_and_the_warm_up_is_left_out(monkeypatch, tmp_path):
     ratio = {"1": 1.25, "2": 5.0, "best": 2.5}
     assert speed.ratios_of(medians, workload.peers) == {"ours / peer": ratio, "ours --fast / peer": ratio}
     assert workload.command(1, "cpu", "ours --fast")[2] == "--fast"
+    table = speed.markdown(medians, speed.ratios_of(medians, workload.peers), {"torch": "2.13.0"})
+    assert "| ours / peer | **1.25** | **5.00** | **2.50** |" in table and "| peer | 80 | 40 | 80 |" in table
 
 
 def test_our_speed_is_read_from_the_run(monkeypatch):

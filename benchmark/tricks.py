@@ -1,0 +1,131 @@
+"""What each speed trick of ppo_continuous.py gives, each measured alone, beside the plain way of doing the same.
+
+    OMP_NUM_THREADS=1 python benchmark/tricks.py
+    OMP_NUM_THREADS=1 python benchmark/tricks.py --table docs/ppo_continuous.md
+
+The two ways take turns in short windows, and a way counts with its best window, in processor time: what other processes
+take away is mostly left out. Sizes are those of HalfCheetah-v5 with the script's defaults.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common import ROOT, commit, hardware, insert_table, now, write_json
+
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import ppo_continuous as ppo
+import torch
+
+OBS_DIM, ACTION_DIM, STEPS, MINIBATCH = 17, 6, 2048, 64
+
+
+def best_times(ways: list[Callable], calls: int, rounds: int = 15) -> list[float]:
+    """Microseconds of processor time per call of each way."""
+    best = [float("inf")] * len(ways)
+    for way in ways:
+        for _ in range(calls):
+            way()
+    for _ in range(rounds):
+        for index, way in enumerate(ways):
+            start = time.process_time()
+            for _ in range(calls):
+                way()
+            best[index] = min(best[index], (time.process_time() - start) / calls * 1e6)
+    return best
+
+
+def acting() -> tuple[Callable, Callable]:
+    """The policy's mean for one observation: PyTorch, NumPy."""
+    network = ppo.Agent(OBS_DIM, ACTION_DIM).actor_mean
+    policy, obs = ppo.numpy_policy(network), np.zeros((1, OBS_DIM), np.float32)
+
+    @torch.no_grad()
+    def plain() -> np.ndarray:
+        return network(torch.from_numpy(obs)).numpy()
+
+    return plain, lambda: policy(obs)
+
+
+def values_afterwards() -> tuple[Callable, Callable]:
+    """Values of a rollout of 2048 steps: one by one while acting, in one pass afterwards."""
+    critic, obs = ppo.Agent(OBS_DIM, ACTION_DIM).critic, torch.randn(STEPS, 1, OBS_DIM)
+
+    @torch.no_grad()
+    def plain() -> list[torch.Tensor]:
+        return [critic(row) for row in obs]
+
+    @torch.no_grad()
+    def trick() -> torch.Tensor:
+        return critic(obs)
+
+    return plain, trick
+
+
+def gaussian() -> tuple[Callable, Callable]:
+    """Log-probability of a minibatch, forward and backward: torch.distributions, written out."""
+    actions, mean = torch.randn(MINIBATCH, ACTION_DIM), torch.randn(MINIBATCH, ACTION_DIM, requires_grad=True)
+    log_std = torch.zeros(ACTION_DIM, requires_grad=True)
+
+    def plain() -> None:
+        torch.distributions.Normal(mean, log_std.exp().expand_as(mean)).log_prob(actions).sum(-1).mean().backward()
+
+    return plain, lambda: ppo.gaussian_log_prob(actions, mean, log_std).mean().backward()
+
+
+def adam() -> tuple[Callable, Callable]:
+    """One step of Adam: PyTorch's default, fused."""
+    steps = []
+    for fused in (None, True):
+        agent = ppo.Agent(OBS_DIM, ACTION_DIM)
+        for parameter in agent.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        steps.append(torch.optim.Adam(agent.parameters(), 3e-4, eps=1e-5, fused=fused).step)
+    return steps[0], steps[1]
+
+
+def compiled() -> tuple[Callable, Callable]:
+    """A whole update: eager, --compile."""
+    ways = []
+    for function in (ppo.update, torch.compile(ppo.update)):
+        agent, rows = ppo.Agent(OBS_DIM, ACTION_DIM), (OBS_DIM, ACTION_DIM, ACTION_DIM, None, None, None, None)
+        optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(3e-4), eps=1e-5, fused=True)
+        batch = tuple(torch.randn(MINIBATCH, *([] if width is None else [width])) for width in rows)
+        arguments = (agent, optimizer, batch, torch.zeros(ACTION_DIM), torch.zeros(2), ppo.Args())
+        ways.append(lambda function=function, arguments=arguments: function(*arguments))
+    return ways[0], ways[1]
+
+
+TRICKS = {
+    "act in NumPy (`numpy_policy`), one observation": (acting, 300),
+    "values after the rollout, 2048 steps": (values_afterwards, 2),
+    "Gaussian written out (`gaussian_log_prob`), forward and backward": (gaussian, 100),
+    "fused Adam, one step": (adam, 100),
+    "`--compile`, a whole update": (compiled, 60),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, help="put the table between this file's markers results:tricks")
+    parser.add_argument("--results-dir", type=Path, default=Path("benchmark/results/speed"))
+    arguments = parser.parse_args()
+    rows, lines = [], ["| Trick | plain, us | with it, us | times |", "|---|---|---|---|"]
+    for name, (make, calls) in TRICKS.items():
+        plain, trick = best_times(list(make()), calls)
+        rows.append({"trick": name, "plain_us": round(plain, 1), "trick_us": round(trick, 1)})
+        lines.append(f"| {name} | {plain:,.0f} | {trick:,.0f} | {plain / trick:.1f} |")
+        print(lines[-1], flush=True)
+    entry = {"date": now(), "commit": commit(), "hardware": hardware("cpu"), "threads": torch.get_num_threads()}
+    entry |= {"torch": torch.__version__, "rows": rows}
+    write_json(arguments.results_dir / "ppo_continuous_tricks.json", entry)
+    if arguments.table:
+        insert_table(arguments.table, "tricks", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
