@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_resumed_run_equals_the_uninterrupted_one(flags, signum, capsys):
     Line.signal_at = None
     assert stop.value.code == 128 + signum
     stopped = run_dirs()[-1]
-    assert f"--resume '{stopped.as_posix()}'" in capsys.readouterr().out
+    assert f"--resume {stopped.as_posix()}" in capsys.readouterr().out
     assert 0 < len(rows(stopped)) < len(rows(whole)) and not (stopped / "summary.json").exists()
     ppo.main(ppo.Args(resume=str(stopped)))
     assert rows(stopped) == rows(whole)
@@ -520,6 +521,8 @@ BAD_INPUT = [
     ({"checkpoint_every": -1}, "--checkpoint-every"),
     ({"max_skipped_updates": 0}, "--max-skipped-updates"),
     ({"runs_dir": "a_file/runs"}, "a_file"),
+    ({"exp_name": "x" * 250}, "--exp-name"),
+    ({"resume": ""}, "checkpoint.pt"),
     ({"resume": "nowhere"}, "nowhere"),
     ({"resume": "a_file"}, "a_file"),
     ({"evaluate": "nowhere/checkpoint.pt"}, "nowhere"),
@@ -629,6 +632,96 @@ def test_checkpoint_every():
     assert steps == [128, 256, 256]
 
 
+# ---- odd but legal -------------------------------------------------------------------------------------------------
+
+
+def test_odd_environment():
+    """No render_mode in its constructor, infos of odd types, a reward's part also in the reset's info, big seeds."""
+    metrics, _ = train(env_id="toy_envs:Odd-v0", seed=2**31 - 1, num_envs=3, eval_every=64)
+    assert metrics["rewards/part"] == pytest.approx(1) and "rewards/dict" not in metrics
+
+
+def test_copied_checkpoint_overwrites_nothing():
+    """A checkpoint outside its run's folder goes on in a new folder, with its counters."""
+    ours, other = train()[1], train(seed=2)[1]
+    copy = shutil.copy(ours / "checkpoint.pt", other / "backup.pt")
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    assert ppo.main(ppo.Args(resume=copy, total_timesteps=320))["global_step"] == 320
+    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
+    assert len(run_dirs()) == 3 and {int(row[0]) for row in rows(run_dirs()[-1])} == {288, 320}
+
+
+def test_checkpoint_of_a_version_with_other_flags():
+    """A flag that is gone is passed over, one that is new has its default."""
+    _, run_dir = train()
+    state = torch.load(run_dir / "checkpoint.pt")
+    state["flags"]["gone"] = 1
+    del state["flags"]["clip_obs"]
+    torch.save(state, run_dir / "checkpoint.pt")
+    assert ppo.main(ppo.Args(resume=str(run_dir), total_timesteps=320))["global_step"] == 320
+
+
+def test_log_with_a_blank_line_is_read():
+    _, run_dir = train()
+    with (run_dir / "metrics.csv").open("a") as file:
+        file.write("\n")
+    ppo.main(ppo.Args(resume=str(run_dir), total_timesteps=320))
+
+
+def test_a_folder_with_an_apostrophe():
+    ppo.main(args(runs_dir="my run's"))
+    assert (next(Path("my run's").iterdir()) / "summary.json").exists()
+
+
+def test_main_works_in_a_thread():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(ppo.main(args())))
+    thread.start()
+    thread.join()
+    assert results[0]["global_step"] == 256
+
+
+def test_evaluation_that_meets_a_nan_stops(monkeypatch, capsys):
+    real = ppo.make_eval_env
+
+    def faulty(*a):
+        env = real(*a)
+        return gym.wrappers.TransformReward(env, lambda r: np.nan)
+
+    monkeypatch.setattr(ppo, "make_eval_env", faulty)
+    assert "in evaluation" in refused(capsys, code=3)
+
+
+def test_weights_and_biases_without_login_or_package_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(login=lambda prompt: False))
+    assert "not logged in" in refused(capsys, track=True)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "--track" in refused(capsys, track=True)
+
+
+def test_compile_without_a_compiler_is_refused(monkeypatch, capsys):
+    def broken(function):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    assert "C++ compiler" in refused(capsys, compile=True)
+
+
+def test_disk_that_is_full_from_the_start(monkeypatch, capsys):
+    """TensorBoard's own complaint at the end does not hide the exit code."""
+    real = ppo.Path.open
+
+    def full(self, mode="r", **options):
+        if self.name == "metrics.csv" and "a" in mode:
+            raise OSError(28, "No space left on device")
+        return real(self, mode, **options)
+
+    monkeypatch.setattr(ppo.Path, "open", full)
+    monkeypatch.setattr(ppo.SummaryWriter, "close", lambda self: (_ for _ in ()).throw(OSError(28, "No space")))
+    assert "metrics.csv" in refused(capsys, code=3)
+
+
 # ---- what a run leaves behind --------------------------------------------------------------------------------------
 
 
@@ -676,7 +769,7 @@ def test_video_and_weights_and_biases(monkeypatch):
     logged, inits = [], []
     fake = types.SimpleNamespace(
         init=lambda **kwargs: inits.append(kwargs), log=logged.append, finish=lambda: logged.append("finished"),
-        Video=lambda path, format: ("video", path) if Path(path).stat().st_size > 0 else None,
+        Video=lambda path: ("video", path) if Path(path).stat().st_size > 0 else None,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "wandb", fake)
     _, run_dir = train(capture_video=True, track=True, wandb_project_name="p", wandb_entity="e", eval_every=128)

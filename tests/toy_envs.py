@@ -97,6 +97,21 @@ class FaultyEnv(ConstantEnv):
         return obs, reward, False, bad and self.fault == "inf_final", {}
 
 
+class OddEnv(ConstantEnv):
+    """No render_mode, infos of odd types, a reward part also in the reset's info; `RandomState` wants 32-bit seeds."""
+
+    def __init__(self):
+        super().__init__()
+
+    def reset(self, *, seed=None, options=None):
+        np.random.RandomState(seed)
+        return super().reset(seed=seed)[0], {"reward_part": 100.0, "reward_dict": {"a": 1.0}}
+
+    def step(self, action):
+        odd = {"reward_dict": {"a": 1.0}, "reward_none": None, "reward_text": "x", 3: 1.0}
+        return *super().step(action)[:4], {"reward_part": 1.0, **odd}
+
+
 class OtherSpaces(ConstantEnv):
     """Spaces that the continuous scripts must refuse."""
 
@@ -119,6 +134,7 @@ gym.register("Counter-v0", CounterEnv, max_episode_steps=4)
 gym.register("CounterEnds-v0", CounterEnv, max_episode_steps=4, kwargs={"ends_at": 3})
 gym.register("CounterBoth-v0", CounterEnv, max_episode_steps=4, kwargs={"ends_at": 4})
 gym.register("CounterAlias-v0", CounterEnv, max_episode_steps=4, kwargs={"alias": True})
+gym.register("Odd-v0", OddEnv, max_episode_steps=5)
 gym.register("Constant-v0", ConstantEnv, max_episode_steps=5)
 for fault in ("nan_obs", "nan_reward", "inf_final", "raise"):
     gym.register(f"Faulty_{fault}-v0", FaultyEnv, max_episode_steps=1000, kwargs={"fault": fault})
