@@ -395,11 +395,11 @@ def update(agent: Agent, optimizer: torch.optim.Adam, minibatch: tuple[Tensor, .
     stats = {"losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.detach(),
              "losses/entropy": entropy.detach(), "losses/old_approx_kl": -logratio.mean(),
              "losses/approx_kl": approx_kl(logratio), "losses/clipfrac": clip_fraction(logratio, args.clip_coef)}
-    stats["losses/grad_norm"], stats["skipped"] = gradient_step(loss, optimizer, args.max_grad_norm)
+    step = untraced_gradient_step if torch.compiler.is_compiling() else gradient_step
+    stats["losses/grad_norm"], stats["skipped"] = step(loss, optimizer, args.max_grad_norm)
     return stats
 
 
-@torch.compiler.disable  # the backward pass is compiled with the forward pass; tracing fused Adam only costs time
 def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> tuple[Tensor, Tensor]:
     """Backward, clip, step. Returns (gradient norm before clipping, 1 if the step was skipped or 0).
 
@@ -411,6 +411,12 @@ def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: floa
     optimizer.found_inf = 1 - torch.isfinite(loss.detach() + grad_norm).float()
     optimizer.step()
     return grad_norm, optimizer.found_inf
+
+
+@torch.compiler.disable
+def untraced_gradient_step(*arguments) -> tuple[Tensor, Tensor]:
+    """The same for a compiled update: its backward pass is compiled already; tracing fused Adam would only cost time."""
+    return gradient_step(*arguments)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -664,7 +670,8 @@ def main(args: Args) -> dict[str, float]:
         return evaluation
 
     logger = Logger(run_dir, args, device, run.global_step)
-    run_dir, step_update = logger.run_dir, torch.compile(update, mode="reduce-overhead") if args.compile else update
+    mode = "reduce-overhead" if device.type == "cuda" else "default"  # with CUDA graphs on CUDA
+    run_dir, step_update = logger.run_dir, torch.compile(update, mode=mode) if args.compile else update
     print(f"{args.env_id}: {args.num_iterations} rollouts of {args.batch_size} steps on {device} {run_dir}", flush=True)
 
     # One rollout, (T, N, ...). Only the policy's mean is needed while acting; values and log-probabilities of the

@@ -15,7 +15,7 @@ import sync
 from sync import Script
 
 SCRIPTS = sync.find_scripts()
-MOST_CODE_LINES = {"rainbow.py": 550, "dpo.py": 550, "grpo.py": 650, "ppo_continuous.py": 474}  # all others: 450
+MOST_CODE_LINES = {"rainbow.py": 550, "dpo.py": 550, "grpo.py": 650, "ppo_continuous.py": 478}  # all others: 450
 MOST_PLUMBING_LINES = 120
 SECTIONS = ("Environment|Task", "Networks", "Memory|Data", "The math", "Update", "Evaluate", "Plumbing", "Main")
 BANNER = re.compile(r"^# -{20,}\n# ([^\n]+)\n# -{20,}$", re.MULTILINE)
