@@ -415,7 +415,7 @@ def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: floa
 
 @torch.compiler.disable
 def untraced_gradient_step(*arguments) -> tuple[Tensor, Tensor]:
-    """The same for a compiled update: its backward pass is compiled already; tracing fused Adam would only cost time."""
+    """The same for a compiled update: the backward pass is compiled already, and tracing fused Adam only costs time."""
     return gradient_step(*arguments)
 
 
