@@ -31,8 +31,8 @@ Run:
     python ppo_continuous.py --env-id Hopper-v5 --seed 3 --capture-video
     python ppo_continuous.py --resume runs/HalfCheetah-v5__ppo_continuous__1__1700000000
 
-Expect: on HalfCheetah-v5 a training return of 2100 to 4700 after one million steps (three seeds) in 13 to 20 minutes
-on one core of a virtual AMD EPYC; docs/ppo_continuous.md has the other tasks.
+Expect: on HalfCheetah-v5 a training return of 2100 to 4700 after one million steps (three seeds); with --compile
+13 to 20 minutes on one core of a virtual AMD EPYC; docs/ppo_continuous.md has the other tasks.
 
 Differs from the paper (most are the customary details of PPO implementations; docs/ppo_continuous.md has the reasons):
     1. Observations are normalised by running statistics and clipped; rewards are divided by the running std of the

