@@ -245,9 +245,9 @@ def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminatio
     """
     deltas = rewards + gamma * next_values.masked_fill(terminations.bool(), 0) - values  # (T, N)
     decays = gamma * gae_lambda * (1 - dones.to(values.dtype))  # (T, N)
-    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])  # (T, N), (N,)
-    for t in reversed(range(len(deltas))):
-        advantages[t] = advantage = deltas[t] + decays[t] * advantage
+    backwards = [torch.zeros_like(deltas[0])]  # A_T, A_{T-1}, ..., A_0, each (N,)
+    for delta, decay in zip(deltas.flip(0), decays.flip(0), strict=True): backwards += [delta + decay * backwards[-1]]
+    advantages = torch.stack(backwards[:0:-1])  # (T, N)
     return advantages, advantages + values
 
 

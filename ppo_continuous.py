@@ -258,9 +258,10 @@ class RunningMeanStd:
     def update(self, x: np.ndarray | Tensor) -> None:
         """Count every row of x, (..., *shape)."""
         x = np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x, np.float64).reshape(-1, *self.mean.shape)
-        total, batch_mean = self.count + len(x), np.add.reduce(x, 0) / len(x)
-        deviation, delta = x - batch_mean, batch_mean - self.mean
-        squares = np.add.reduce(deviation * deviation, 0) + delta * delta * (self.count * len(x) / total)
+        # (A single row, the step of a single environment, is the frequent case and its own mean.)
+        batch_mean, squares = (x[0], 0.0) if len(x) == 1 else (x.mean(0), x.var(0) * len(x))
+        total, delta = self.count + len(x), batch_mean - self.mean
+        squares = squares + delta * delta * (self.count * len(x) / total)
         self.var = (self.var * self.count + squares) / total
         self.mean, self.count = self.mean + delta * (len(x) / total), total
 
@@ -305,9 +306,9 @@ def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminatio
     """
     deltas = rewards + gamma * next_values.masked_fill(terminations.bool(), 0) - values  # (T, N)
     decays = gamma * gae_lambda * (1 - dones.to(values.dtype))  # (T, N)
-    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])  # (T, N), (N,)
-    for t in reversed(range(len(deltas))):
-        advantages[t] = advantage = deltas[t] + decays[t] * advantage
+    backwards = [torch.zeros_like(deltas[0])]  # A_T, A_{T-1}, ..., A_0, each (N,)
+    for delta, decay in zip(deltas.flip(0), decays.flip(0), strict=True): backwards += [delta + decay * backwards[-1]]
+    advantages = torch.stack(backwards[:0:-1])  # (T, N)
     return advantages, advantages + values
 
 
