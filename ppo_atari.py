@@ -59,7 +59,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-gym.register_envs(ale_py)
+gym.register_envs(ale_py), ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
 SCRIPT, FORMAT_VERSION = Path(__file__).stem, 1
 
 
@@ -587,7 +587,7 @@ def check(args: Args) -> None:
         "num_envs total_timesteps num_steps num_minibatches update_epochs eval_episodes max_skipped_updates": (1, 1e12),
         "learning_rate adam_eps max_grad_norm clip_coef vf_clip_coef clip_reward target_kl": (1e-12, 1e12),
         "ent_coef ent_coef_end vf_coef log_every eval_every checkpoint_every": (0, 1e12),
-        "gamma gae_lambda sticky_actions": (0, 1), "noop_max": (0, 10_000), "seed": (0, 2**31 - 1)})
+        "gamma gae_lambda sticky_actions": (0, 1), "noop_max": (0, 30), "seed": (0, 2**31 - 1)})
     if args.num_envs % args.world_size:
         stop(2, f"--num-envs {args.num_envs} cannot be shared among {args.world_size} processes. Use a multiple.")
     if args.total_timesteps < args.batch_size:

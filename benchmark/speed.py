@@ -56,9 +56,8 @@ class Args:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def sb3_ppo_halfcheetah(windows: int, device: str) -> list[float]:
-    """Stable-Baselines3's PPO with its defaults; a window is one rollout of 2048 steps and the training on it."""
-    from stable_baselines3 import PPO
+def sb3_windows(model, windows: int) -> list[float]:
+    """Train a PPO of Stable-Baselines3; a window is one rollout of all its environments and the training on it."""
     from stable_baselines3.common.callbacks import BaseCallback
 
     class Clock(BaseCallback):
@@ -77,10 +76,29 @@ def sb3_ppo_halfcheetah(windows: int, device: str) -> list[float]:
         def _on_step(self) -> bool:
             return True
 
-    clock = Clock()
-    model = PPO("MlpPolicy", "HalfCheetah-v5", seed=1, device=device)
-    model.learn(windows * model.n_steps, callback=clock)
-    return [model.n_steps / (end - start) for start, end in itertools.pairwise(clock.times)]
+    clock, steps = Clock(), model.n_steps * model.n_envs
+    model.learn(windows * steps, callback=clock)
+    return [steps / (end - start) for start, end in itertools.pairwise(clock.times)]
+
+
+def sb3_ppo_halfcheetah(windows: int, device: str) -> list[float]:
+    """Stable-Baselines3's PPO with its defaults, rollouts of 2048 steps."""
+    from stable_baselines3 import PPO
+
+    return sb3_windows(PPO("MlpPolicy", "HalfCheetah-v5", seed=1, device=device), windows)
+
+
+def sb3_ppo_breakout(windows: int, device: str) -> list[float]:
+    """Stable-Baselines3's PPO with its own Atari wrappers and our hyperparameters, rollouts of 8 x 128 steps."""
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_atari_env
+    from stable_baselines3.common.vec_env import VecFrameStack
+
+    game = {"frameskip": 1, "repeat_action_probability": 0.0}
+    envs = VecFrameStack(make_atari_env("ALE/Breakout-v5", n_envs=8, seed=1, env_kwargs=game), n_stack=4)
+    model = PPO("CnnPolicy", envs, 2.5e-4, n_steps=128, batch_size=256, n_epochs=4, clip_range=0.1, clip_range_vf=0.1,
+                ent_coef=0.01, vf_coef=0.5, seed=1, device=device)
+    return sb3_windows(model, windows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,6 +133,14 @@ WORKLOADS = {
         peers={"sb3_ppo_halfcheetah": sb3_ppo_halfcheetah},
         variants={"ours": [], "ours --compile": ["--compile"]},
         packages=["stable-baselines3", "torch", "gymnasium", "mujoco", "numpy"],
+    ),
+    "ppo_atari": Workload(
+        script="ppo_atari",
+        window=1024,
+        flags=["--env-id", "ALE/Breakout-v5", "--num-envs", "8"],
+        peers={"sb3_ppo_breakout": sb3_ppo_breakout},
+        variants={"ours": [], "ours --compile": ["--compile"]},
+        packages=["stable-baselines3", "torch", "gymnasium", "ale-py", "numpy"],
     ),
 }
 PEERS = {name: peer for workload in WORKLOADS.values() for name, peer in workload.peers.items()}

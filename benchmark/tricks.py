@@ -1,10 +1,10 @@
-"""What each speed trick of ppo_continuous.py gives, each measured alone, beside the plain way of doing the same.
+"""What each speed trick of a script gives, each measured alone, beside the plain way of doing the same.
 
-    OMP_NUM_THREADS=1 python benchmark/tricks.py
-    OMP_NUM_THREADS=1 python benchmark/tricks.py --table docs/ppo_continuous.md
+    OMP_NUM_THREADS=1 python benchmark/tricks.py --script ppo_continuous
+    OMP_NUM_THREADS=1 python benchmark/tricks.py --script ppo_atari --table docs/ppo_atari.md
 
 The two ways take turns in short windows, and a way counts with its best window, in processor time: what other processes
-take away is mostly left out. Sizes are those of HalfCheetah-v5 with the script's defaults.
+take away is mostly left out. Sizes are those of the script's defaults (HalfCheetah-v5, Breakout).
 """
 
 import argparse
@@ -18,10 +18,12 @@ from common import ROOT, commit, hardware, insert_table, now, write_json
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
+import ppo_atari as atari
 import ppo_continuous as ppo
 import torch
 
 OBS_DIM, ACTION_DIM, STEPS, MINIBATCH = 17, 6, 2048, 64
+IMAGE, NUM_BUTTONS, IMAGES = (4, 84, 84), 4, 256
 
 
 def best_times(ways: list[Callable], calls: int, rounds: int = 15) -> list[float]:
@@ -100,29 +102,100 @@ def compiled() -> tuple[Callable, Callable]:
     return ways[0], ways[1]
 
 
+def atari_environments() -> tuple[Callable, Callable]:
+    """One step of eight games of Breakout: wrappers in Python, ale-py's vector environment."""
+    from stable_baselines3.common.env_util import make_atari_env
+    from stable_baselines3.common.vec_env import VecFrameStack
+
+    game = {"frameskip": 1, "repeat_action_probability": 0.0}
+    python = VecFrameStack(make_atari_env("ALE/Breakout-v5", n_envs=8, seed=1, env_kwargs=game), n_stack=4)
+    ours = atari.make_envs(atari.Args(), 8, 1)
+    python.reset(), ours.reset(seed=1)
+    rng = np.random.default_rng(1)
+    return lambda: python.step(rng.integers(0, 4, 8)), lambda: ours.step(rng.integers(0, 4, 8))
+
+
+def image_update(agent: torch.nn.Module, channels_last: bool, function: Callable = atari.update) -> Callable:
+    """A whole update of ppo_atari.py; the images lie in memory as the rollout has them, or plane by plane."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    images = torch.randint(0, 255, (1024, *IMAGE), dtype=torch.uint8).to(memory_format=layout)
+    rows = [images, torch.randint(0, NUM_BUTTONS, (1024,)), torch.full((1024,), -1.4), *torch.randn(3, 1024)]
+    optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(2.5e-4), eps=1e-5, fused=True)
+    arguments, coefficient = atari.Args(), torch.tensor(0.01)
+
+    def step() -> None:
+        chosen = torch.randint(0, 1024, (IMAGES,))
+        function(agent, optimizer, [x[chosen] for x in rows], coefficient, arguments)
+
+    return step
+
+
+class Planes(atari.Agent):
+    """The same network in PyTorch's usual layout, images divided out of place."""
+
+    def __init__(self):
+        super().__init__(IMAGE, NUM_BUTTONS)
+        self.to(memory_format=torch.contiguous_format)
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.network(obs.float() / 255)
+        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+
+def layout() -> tuple[Callable, Callable]:
+    """A whole update: plane by plane, channels last."""
+    return image_update(Planes(), False), image_update(atari.Agent(IMAGE, NUM_BUTTONS), True)
+
+
+def image_layout() -> tuple[Callable, Callable]:
+    """A whole update with a channels-last network: images turned at each update, and once when they are stored."""
+    return tuple(image_update(atari.Agent(IMAGE, NUM_BUTTONS), once) for once in (False, True))
+
+
+def bf16() -> tuple[Callable, Callable]:
+    """A whole update: float32, --bf16."""
+    return tuple(image_update(atari.Agent(IMAGE, NUM_BUTTONS, bf16), True) for bf16 in (False, True))
+
+
+def compiled_images() -> tuple[Callable, Callable]:
+    """A whole update: eager, --compile."""
+    functions = (atari.update, torch.compile(atari.update))
+    return tuple(image_update(atari.Agent(IMAGE, NUM_BUTTONS), True, function) for function in functions)
+
+
 TRICKS = {
-    "act in NumPy (`numpy_policy`), one observation": (acting, 300),
-    "values after the rollout, 2048 steps": (values_afterwards, 2),
-    "Gaussian written out (`gaussian_log_prob`), forward and backward": (gaussian, 100),
-    "fused Adam, one step": (adam, 100),
-    "`--compile`, a whole update": (compiled, 60),
+    "ppo_continuous": {
+        "act in NumPy (`numpy_policy`), one observation": (acting, 300),
+        "values after the rollout, 2048 steps": (values_afterwards, 2),
+        "Gaussian written out (`gaussian_log_prob`), forward and backward": (gaussian, 100),
+        "fused Adam, one step": (adam, 100),
+        "`--compile`, a whole update": (compiled, 60),
+    },
+    "ppo_atari": {
+        "ale-py's vector environment, 8 games, one step": (atari_environments, 20),
+        "channels last, a whole update": (layout, 1),
+        "of that: images stored channels last": (image_layout, 1),
+        "`--compile`, a whole update": (compiled_images, 1),
+        "`--bf16`, a whole update": (bf16, 1),
+    },
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--script", choices=TRICKS, default="ppo_continuous")
     parser.add_argument("--table", type=Path, help="put the table between this file's markers results:tricks")
     parser.add_argument("--results-dir", type=Path, default=Path("benchmark/results/speed"))
     arguments = parser.parse_args()
     rows, lines = [], ["| Trick | plain, us | with it, us | times |", "|---|---|---|---|"]
-    for name, (make, calls) in TRICKS.items():
+    for name, (make, calls) in TRICKS[arguments.script].items():
         plain, trick = best_times(list(make()), calls)
         rows.append({"trick": name, "plain_us": round(plain, 1), "trick_us": round(trick, 1)})
         lines.append(f"| {name} | {plain:,.0f} | {trick:,.0f} | {plain / trick:.1f} |")
         print(lines[-1], flush=True)
     entry = {"date": now(), "commit": commit(), "hardware": hardware("cpu"), "threads": torch.get_num_threads()}
     entry |= {"torch": torch.__version__, "rows": rows}
-    write_json(arguments.results_dir / "ppo_continuous_tricks.json", entry)
+    write_json(arguments.results_dir / f"{arguments.script}_tricks.json", entry)
     if arguments.table:
         insert_table(arguments.table, "tricks", "\n".join(lines))
 
