@@ -149,7 +149,7 @@ class Args:
     max_grad_norm: float = 0.5
     """clip range of the global gradient norm"""
     target_kl: float | None = None
-    """end the epochs of a rollout after one whose mean approx_kl is above this; """
+    """end the epochs of a rollout after one whose mean approx_kl is above this (the KL between old and new policy)"""
     clip_reward: float = 1.0
     """clip range of scaled rewards"""
 
@@ -208,6 +208,7 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = math.sqrt(2)) -> nn.Mo
     return layer
 
 
+# differs from ppo_continuous.py: one network for images, with two heads
 class Agent(nn.Module):
     """The network of the Nature paper with two heads: logits of the actions, and the state's value."""
 
@@ -230,6 +231,21 @@ class Agent(nn.Module):
             x = obs.to(self.dtype, memory_format=torch.channels_last).div_(255)
             hidden = self.network(x).float()
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------------------------------
+def rollout_memory(shape: tuple[int, int], obs_shape: tuple[int, ...], num_actions: int, device: torch.device) -> tuple:
+    """Arrays (T, N, ...) of one rollout: what the network reads and writes where it is, the rest in NumPy.
+
+    Images stay bytes until they enter the network, and lie in memory as convolutions want them, channels last.
+    """
+    images = torch.empty((math.prod(shape), *obs_shape), dtype=torch.uint8, device=device)
+    observations = images.to(memory_format=torch.channels_last).unflatten(0, shape)
+    logits, values = torch.zeros((*shape, num_actions), device=device), torch.zeros(shape, device=device)
+    actions, rewards = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+    return observations, logits, values, actions, rewards, *np.zeros((2, *shape), bool)  # terminations, dones
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,14 +350,17 @@ def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: floa
 
     A loss or gradient that is not finite changes nothing: fused Adam skips the step by itself when told so.
     """
-    optimizer.zero_grad()
+    parameters = optimizer.param_groups[0]["params"]
+    for p in parameters: p.grad = None
     loss.backward()
-    parameters, loss = optimizer.param_groups[0]["params"], loss.detach()
+    grads, loss = [p.grad for p in parameters], loss.detach()
     if dist.is_initialized():  # all in one message; one process' bad loss or gradient is bad for all
-        flat = joint_mean(torch.cat([loss[None], *(p.grad.flatten() for p in parameters)]))
-        loss, *grads = flat.split([1, *(p.numel() for p in parameters)])
-        for p, grad in zip(parameters, grads, strict=True): p.grad.copy_(grad.view_as(p))
-    grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        flat = joint_mean(torch.cat([loss[None], *(grad.flatten() for grad in grads)]))
+        loss, *means = flat.split([1, *(grad.numel() for grad in grads)])
+        for grad, mean in zip(grads, means, strict=True): grad.copy_(mean.view_as(grad))
+    # nn.utils.clip_grad_norm_ written out: for small networks its checks take longer than the sums.
+    grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    torch._foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1))
     optimizer.found_inf = 1 - torch.isfinite(loss.squeeze() + grad_norm).float()
     optimizer.step()
     return grad_norm, optimizer.found_inf
@@ -378,6 +397,7 @@ def evaluate(args: Args, agent: Agent, run_dir: Path, name: str) -> tuple[list, 
             actions, over = sample_actions(logits, rng.gumbel(size=logits.shape)), np.zeros(len(playing), bool)
             for i, (k, action) in enumerate(zip(playing, actions, strict=True)):
                 obs[k], reward, terminated, truncated, _ = games[k].step(action)
+                require_finite(reward)
                 over[i], scores[k], lengths[k] = terminated or truncated, scores[k] + reward, lengths[k] + 1
             playing = playing[~over]
     return scores.tolist(), {"eval/episodic_return": scores.mean(), "eval/episodic_length": lengths.mean()}
@@ -655,15 +675,9 @@ def main(args: Args) -> dict[str, float]:
         print(f"{args.env_id}, sticky actions {args.sticky_actions}: {args.num_iterations} rollouts of "
               f"{args.batch_size} steps on {args.world_size} x {device} {run_dir}", flush=True)
 
-    # One rollout, (T, N, ...), where the network is. Images stay bytes until they enter the network.
-    shape, to_device = (args.num_steps, args.local_envs), functools.partial(torch.as_tensor, device=device)
-    images = torch.empty((args.num_steps * args.local_envs, *obs_shape), dtype=torch.uint8, device=device)
-    observations = images.to(memory_format=torch.channels_last).unflatten(0, shape)  # laid out as convolutions want it
-    logits, values = torch.zeros((*shape, num_actions), device=device), torch.zeros(shape, device=device)
-    actions, rewards = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-    terminations, dones = np.zeros((2, *shape), bool)
-
-    bad_rows, previous_step = [], run.global_step
+    rollout = rollout_memory((args.num_steps, args.local_envs), obs_shape, num_actions, device)
+    observations, logits, values, actions, rewards, terminations, dones = rollout
+    to_device, bad_rows, previous_step = functools.partial(torch.as_tensor, device=device), [], run.global_step
     started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10
     bar = tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False,
                disable=not chief)
@@ -671,7 +685,8 @@ def main(args: Args) -> dict[str, float]:
         if chief: stack.callback(logger.close)
         caught, mend = catch_signals(stack), "Mend the environment, then --resume."
         with or_stop(3, f"{args.env_id} at its reset", mend):
-            obs, infos = envs.reset(seed=(args.seed + first_env + run.global_step) % 2**31)
+            # (The emulator's seeds are 32-bit, and those of the environments follow this one.)
+            obs, infos = envs.reset(seed=(args.seed + first_env + run.global_step) % (2**31 - args.num_envs))
         no_frame = np.zeros(args.local_envs, np.int64)
         frame = infos.get("episode_frame_number", no_frame)  # without it every done is the end of a game
         scores, lengths = np.zeros((2, args.local_envs))

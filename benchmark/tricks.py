@@ -90,6 +90,26 @@ def adam() -> tuple[Callable, Callable]:
     return steps[0], steps[1]
 
 
+def clipped_step() -> tuple[Callable, Callable]:
+    """Forward, backward, clip and step: with PyTorch's zero_grad and clip_grad_norm_, with `gradient_step`."""
+    obs = torch.randn(MINIBATCH, OBS_DIM)
+
+    def plain(loss: torch.Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_grad_norm)
+        optimizer.found_inf = 1 - torch.isfinite(loss.detach() + norm).float()
+        optimizer.step()
+
+    def way(step: Callable) -> Callable:
+        agent = ppo.Agent(OBS_DIM, ACTION_DIM)
+        optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(3e-4), eps=1e-5, fused=True)
+        heads = (lambda: agent.actor_mean(obs).mean(), lambda: agent.critic(obs).mean(), agent.actor_log_std.mean)
+        return lambda: step(sum(head() for head in heads), optimizer, 0.5)
+
+    return way(plain), way(ppo.gradient_step)
+
+
 def compiled() -> tuple[Callable, Callable]:
     """A whole update: eager, --compile."""
     ways = []
@@ -169,6 +189,7 @@ TRICKS = {
         "values after the rollout, 2048 steps": (values_afterwards, 2),
         "Gaussian written out (`gaussian_log_prob`), forward and backward": (gaussian, 100),
         "fused Adam, one step": (adam, 100),
+        "clip written out (`gradient_step`), forward to step": (clipped_step, 60),
         "`--compile`, a whole update": (compiled, 60),
     },
     "ppo_atari": {

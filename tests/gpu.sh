@@ -5,7 +5,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-$(mktemp -d)}
 export OMP_NUM_THREADS=1
-timeout 200 python3 -m pytest -q -p no:cacheprovider -rs tests/test_ppo_continuous.py -k "cuda or device or compiled" \
+timeout 200 python3 -m pytest -q -p no:cacheprovider -rs tests/test_contract.py -k "cuda or device or compiled" \
   > "$out/tests.log" 2>&1
 tests=$?
 timeout 260 python3 benchmark/speed.py --threads 1 --repetitions 1 --windows "${WINDOWS:-10}" --results-dir "$out/speed" \

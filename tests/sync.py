@@ -39,6 +39,7 @@ NOTE = re.compile(r"# differs from (\w+\.py(?:, \w+\.py)*): \S")
 RUN_TIME_ONLY = {
     "moviepy": ("RecordVideo", "gymnasium's RecordVideo writes its files with it"),
     "mujoco-core": ("mujoco", "the compiled half of mujoco, released and pinned beside it"),
+    "opencv-python-headless": ("AtariWrapper", "Stable-Baselines3's AtariWrapper shrinks the screen with it"),
     "tensorboard": ("torch.utils.tensorboard", "torch.utils.tensorboard is a layer over it"),
 }
 

@@ -21,10 +21,11 @@ from packaging.utils import canonicalize_name
 SCRIPTS = sync.find_scripts()
 PYTHONS = ("3.11", "3.12", "3.13")
 # Tasks of the short runs; the first one is also that of the recipes (test_recipes.py). Pendulum-v1 is cut at 200 steps.
-TASKS = {"ppo_continuous.py": ("Pendulum-v1", "HalfCheetah-v5")}
+TASKS = {"ppo_continuous.py": ("Pendulum-v1", "HalfCheetah-v5"), "ppo_atari.py": ("ALE/Breakout-v5",)}
 # What makes a run short. A script is given those that it has.
 SHORT = {
     "total_timesteps": 256,
+    "num_envs": 1,
     "num_steps": 128,
     "num_minibatches": 4,
     "update_epochs": 1,

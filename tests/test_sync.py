@@ -15,7 +15,7 @@ import sync
 from sync import Script
 
 SCRIPTS = sync.find_scripts()
-MOST_CODE_LINES = {"rainbow.py": 550, "dpo.py": 550, "grpo.py": 650, "ppo_continuous.py": 478}  # all others: 450
+MOST_CODE_LINES = {"rainbow.py": 550, "dpo.py": 550, "grpo.py": 650, "ppo_continuous.py": 481, "ppo_atari.py": 481}  # all others: 450
 MOST_PLUMBING_LINES = 120
 SECTIONS = ("Environment|Task", "Networks", "Memory|Data", "The math", "Update", "Evaluate", "Plumbing", "Main")
 BANNER = re.compile(r"^# -{20,}\n# ([^\n]+)\n# -{20,}$", re.MULTILINE)
@@ -452,6 +452,10 @@ def planted(script: Script, names: list[str]) -> str:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_every_drift_of_a_real_script_is_found_and_repaired(tmp_path, script):
     """In a twin of the script: a drift of any definition is found, and some are repaired, to the byte."""
+    bare = tmp_path / "bare" / script.name  # without the notes on how it differs from scripts that are not there
+    bare.parent.mkdir()
+    bare.write_text(re.sub(r"^# differs from .*\n", "", script.text, flags=re.MULTILINE))
+    script = Script(bare)
     names = [name for name in script.definitions if name not in sync.EXEMPT]
     requirements = (sync.ROOT / "requirements.txt").read_text()
     texts = {script.path.stem: script.text, "twin": planted(script, names)}

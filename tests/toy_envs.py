@@ -1,18 +1,20 @@
-"""Small environments whose right answers are known. Ids: `toy_envs:Line-v0`, `toy_envs:Counter-v0`, ..."""
+"""Small environments whose right answers are known. Ids: `toy_envs:Line-v0`, `toy_envs:Picture-v0`, ...
 
-import signal
+Line and its like have a few numbers to see and to act with. Picture shows images and has buttons, and can be had one by
+one (as an emulator's game) and side by side (as ale-py's vector environment, with the keywords of that).
+"""
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.wrappers import FrameStackObservation, ReshapeObservation, TimeLimit
+from stable_baselines3.common.atari_wrappers import AtariWrapper
 
 
 class Line(gym.Env):
     """A point that the action pushes towards 1. Nothing is random: every episode from the same actions is the same."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
-    signal_at: tuple[int, int] | None = None  # (number of steps made by all instances, signal to raise then)
-    steps_made = 0
-    seen: list[np.ndarray] = []
+    seen: list[np.ndarray] = []  # every action of all instances
 
     def __init__(self, render_mode: str | None = None, low: float = -1.0, high: float = 1.0, shape: tuple = (1,)):
         self.render_mode = render_mode
@@ -29,9 +31,6 @@ class Line(gym.Env):
 
     def step(self, action):
         Line.seen.append(np.array(action))
-        Line.steps_made += 1
-        if Line.signal_at and Line.steps_made == Line.signal_at[0]:
-            signal.raise_signal(Line.signal_at[1])
         self.position += 0.1 * float(np.mean(action))
         self.t += 1
         parts = {"reward_near": -abs(self.position - 1), "reward_time": -0.01}
@@ -128,6 +127,72 @@ class OtherSpaces(ConstantEnv):
         return self.observation_space.sample(), {}
 
 
+class Picture(gym.Env):
+    """Line for scripts that want images: buttons push the point left and right, a bright column shows where it is.
+
+    One step is a frame, as an emulator's; a script that holds each button for four frames sees episodes of 16 steps.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 60}
+    side = 84  # of screen and observation; where a test can, it makes this 36, the least that the networks take
+
+    def __init__(self, frameskip: int = 1, repeat_action_probability: float = 0.0, render_mode: str | None = None,
+                 random: bool = False, constant: bool = False, buttons: int = 3, fault: str | None = None):  # fmt: skip
+        assert frameskip == 1
+        self.stickiness, self.render_mode = repeat_action_probability, render_mode
+        self.random, self.constant, self.fault, self.frames = random, constant, fault, 0
+        self.observation_space = gym.spaces.Box(0, 255, (self.side, self.side, 3), np.uint8)
+        self.action_space = gym.spaces.Discrete(buttons)
+
+    def get_action_meanings(self) -> list[str]:
+        return ["NOOP", "LEFT", "RIGHT", "UP"][: self.action_space.n]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.position, self.t, self.button = float(self.np_random.uniform(-1, 1)) if self.random else 0.0, 0, 0
+        return self.render(), {}
+
+    def step(self, action):
+        self.t, self.frames = self.t + 1, self.frames + 1
+        if not (self.stickiness and self.np_random.random() < self.stickiness):
+            self.button = int(action)
+        self.position += (0, -0.025, 0.025, 0)[self.button]
+        reward = 0.75 if self.constant else -abs(self.position - 1) / 4 - 0.0025
+        if self.fault and self.frames > 280:  # 70 steps of four frames
+            if self.fault == "raise":
+                raise ValueError("the simulator broke")
+            reward = {"nan_reward": np.nan, "inf_reward": np.inf}[self.fault]
+        return self.render(), reward, False, False, {}
+
+    def render(self) -> np.ndarray:
+        screen = np.zeros((self.side, self.side, 3), np.uint8)
+        column = round((np.clip(self.position, -3, 3) + 3) / 6 * (self.side - 4))
+        screen[:, column : column + 4] = 255
+        screen[self.t % self.side] = 127
+        return screen
+
+
+class BlindPicture(Picture):
+    """Cannot be rendered for a video."""
+
+    def render(self) -> np.ndarray:
+        if self.render_mode:
+            raise RuntimeError("no display")
+        return super().render()
+
+
+def pictures(num_envs: int, *, autoreset_mode, noop_max: int, num_threads: int, life_loss_info: bool,
+             reward_clipping: bool, max_episode_steps: int, **options) -> gym.vector.VectorEnv:  # fmt: skip
+    """Pictures side by side, with the keywords and the observations of ale-py's vector environment: (4, side, side)."""
+
+    def make() -> gym.Env:
+        game = TimeLimit(Picture(**options), max_episode_steps)
+        game = AtariWrapper(game, noop_max, 4, Picture.side, terminal_on_life_loss=False, clip_reward=reward_clipping)
+        return FrameStackObservation(ReshapeObservation(game, (Picture.side,) * 2), 4, padding_type="zero")
+
+    return gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=autoreset_mode)
+
+
 gym.register("Line-v0", Line, max_episode_steps=16)
 gym.register("LineScaled-v0", Line, max_episode_steps=16, kwargs={"low": 10.0, "high": 20.0, "shape": (2, 3)})
 gym.register("Counter-v0", CounterEnv, max_episode_steps=4)
@@ -140,3 +205,12 @@ for fault in ("nan_obs", "nan_reward", "inf_final", "raise"):
     gym.register(f"Faulty_{fault}-v0", FaultyEnv, max_episode_steps=1000, kwargs={"fault": fault})
 for kind in ("image", "dict", "integer_action"):
     gym.register(f"Other_{kind}-v0", OtherSpaces, kwargs={"kind": kind})
+for name, frames, options in (
+    ("Picture-v0", 64, {}),
+    ("PictureRandom-v0", 64, {"random": True}),
+    ("PictureConstant-v0", 16, {"constant": True}),
+    ("PictureFourButtons-v0", 64, {"buttons": 4}),
+    *((f"PictureFaulty_{fault}-v0", 4000, {"fault": fault}) for fault in ("nan_reward", "inf_reward", "raise")),
+):
+    gym.register(name, Picture, max_episode_steps=frames, vector_entry_point=pictures, kwargs=options)
+gym.register("PictureBlind-v0", BlindPicture, max_episode_steps=64, vector_entry_point=pictures)
