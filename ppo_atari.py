@@ -151,7 +151,7 @@ class Args:
     target_kl: float | None = None
     """end the epochs of a rollout after one whose mean approx_kl is above this (the KL between old and new policy)"""
     clip_reward: float = 1.0
-    """clip range of scaled rewards"""
+    """clip range of the rewards that the critic learns from"""
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
@@ -662,6 +662,7 @@ def main(args: Args) -> dict[str, float]:
     parts = {"agent": agent, "optimizer": optimizer}
     if checkpoint: restore(checkpoint, run, parts, rng)
     if args.evaluate:
+        if not chief: return {}
         scores, evaluation = evaluate(args, agent, run_dir, f"evaluate_{time.time_ns()}")
         print(f"{args.env_id}, sticky actions {args.sticky_actions}: mean {np.mean(scores):.2f} of", *scores)
         return evaluation
@@ -691,14 +692,14 @@ def main(args: Args) -> dict[str, float]:
         frame = infos.get("episode_frame_number", no_frame)  # without it every done is the end of a game
         scores, lengths = np.zeros((2, args.local_envs))
         while True:
-            # Between two rollouts: evaluate (at step 0 and the end, too), save (at the end and when told to stop, too).
+            # Between two rollouts: save (at the end and when told to stop, too), evaluate (at step 0 and the end, too).
             last, first = run.iteration >= args.num_iterations, not checkpoint and run.iteration == 0 < args.eval_every
             told_to_stop = [signum for signums in gather(caught) for signum in signums]
+            if chief and (last or told_to_stop or crossed(args.checkpoint_every, previous_step, run.global_step)):
+                save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
             if chief and (first or last or crossed(args.eval_every, previous_step, run.global_step)):
                 eval_scores, evaluation = evaluate(args, agent, run_dir, f"step_{run.global_step}")
                 logger.log(run.global_step, evaluation, videos=f"step_{run.global_step}")
-            if chief and (last or told_to_stop or crossed(args.checkpoint_every, previous_step, run.global_step)):
-                save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
             if last or told_to_stop: break
 
             # Schedules: full at the first iteration; the last still has 1/num_iterations of the way to go.
@@ -763,7 +764,7 @@ def main(args: Args) -> dict[str, float]:
                 if len(bad_rows) >= args.max_skipped_updates:
                     what = list(stats)[np.flatnonzero(~np.isfinite(bad_rows[0]))[0]]
                     stop(3, f"{what} went bad first, {len(bad_rows)} updates skipped. Check rewards, --learning-rate.")
-            run.skipped_updates += int(table[:, -1].sum())
+            run.skipped_updates += round(float(table[:, -1].sum()))
 
             # Metrics: losses are means over the last epoch; scores are those of whole games, in the game's own points.
             episodes = sorted(episode for part in gather(episodes) for episode in part)

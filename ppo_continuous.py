@@ -153,7 +153,7 @@ class Args:
     norm_reward: bool = True
     """divide rewards by the running std of the discounted return"""
     clip_reward: float = 10.0
-    """clip range of scaled rewards"""
+    """clip range of the rewards that the critic learns from"""
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
@@ -697,13 +697,13 @@ def main(args: Args) -> dict[str, float]:
             require_finite(raw_obs := envs.reset(seed=(args.seed + run.global_step) % 2**31)[0])
         episode_returns, episode_lengths = np.zeros((2, args.num_envs))
         while True:
-            # Between two rollouts: evaluate (at step 0 and the end, too), save (at the end and when told to stop, too).
+            # Between two rollouts: save (at the end and when told to stop, too), evaluate (at step 0 and the end, too).
             last, first = run.iteration >= args.num_iterations, not checkpoint and run.iteration == 0 < args.eval_every
+            if last or caught or crossed(args.checkpoint_every, previous_step, run.global_step):
+                save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
             if first or last or crossed(args.eval_every, previous_step, run.global_step):
                 eval_returns, evaluation = evaluate(args, agent, obs_rms, run_dir, f"step_{run.global_step}")
                 logger.log(run.global_step, evaluation, videos=f"step_{run.global_step}")
-            if last or caught or crossed(args.checkpoint_every, previous_step, run.global_step):
-                save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
             if last or caught: break
 
             # Schedules: full at the first iteration; the last still has 1/num_iterations of the way to go.
