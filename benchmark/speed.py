@@ -90,6 +90,7 @@ def sb3_ppo_halfcheetah(windows: int, device: str) -> list[float]:
 
 def sb3_ppo_breakout(windows: int, device: str) -> list[float]:
     """Stable-Baselines3's PPO with its own Atari wrappers and our hyperparameters, rollouts of 8 x 128 steps."""
+    import ale_py  # noqa: F401  registers the games
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_atari_env
     from stable_baselines3.common.vec_env import VecFrameStack
