@@ -62,10 +62,13 @@ class Script:
     """environments (two side by side) that break after 70 good steps: a word that the message must hold"""
     evaluation_fault: str
     """one of them that breaks the evaluation, too"""
-    poisoned: tuple[str, int]
-    """a function of targets, and how many updates are skipped when one number of what it returns is nan"""
+    poisoned: tuple[str, int, int]
+    """a function of targets, the number of one of its calls in the second unit, and how many updates are skipped when
+    one number of what this call returns is nan"""
     rate: str = "learning_rate"
     """the flag that charts/learning_rate starts from"""
+    schedule: tuple[dict[str, Any], str] | None
+    """flags with which something follows a schedule over the budget, and the metric that shows it"""
     loss: str
     """a function of the math whose value is logged as losses/NAME"""
     resume: list[tuple[dict[str, Any], set[str]]]
@@ -168,7 +171,7 @@ def read(run_dir: Path, name: str) -> dict:
 
 
 def tensors(state: object) -> list[torch.Tensor]:
-    """All tensors in nested dictionaries and lists."""
+    """All tensors in nested dictionaries, lists and tuples."""
     if isinstance(state, torch.Tensor):
         return [state]
     inner = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else []

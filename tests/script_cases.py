@@ -64,7 +64,8 @@ PPO_CONTINUOUS = Script(
         "toy_envs:Faulty_raise-v0": "simulator broke",
     },
     evaluation_fault="toy_envs:Faulty_raise-v0",
-    poisoned=("compute_gae", 2),  # one of four minibatches in each of two epochs
+    poisoned=("compute_gae", 2, 2),  # one of four minibatches in each of two epochs
+    schedule=({}, "charts/learning_rate"),
     loss="value_loss",
     resume=[
         ({"ent_coef": 0.01, "ent_coef_end": 0.0, "log_every": 128}, {"charts/learning_rate", "losses/ent_coef"}),
@@ -108,7 +109,8 @@ PPO_ATARI = Script(
         "toy_envs:PictureFaulty_raise-v0": "simulator broke",
     },
     evaluation_fault="toy_envs:PictureFaulty_raise-v0",
-    poisoned=("compute_gae", 2),
+    poisoned=("compute_gae", 2, 2),
+    schedule=({}, "charts/learning_rate"),
     loss="value_loss",
     resume=[
         ({"ent_coef": 0.01, "ent_coef_end": 0.0, "log_every": 128}, {"charts/learning_rate", "losses/ent_coef"}),
@@ -134,5 +136,124 @@ PPO_ATARI = Script(
     shrink=shrink_pictures,
 )
 
+# Flags, faults and refusals that sac.py and td3.py have in common. Every second step of both environments is followed
+# by an update: 16 in a unit.
+OFF_POLICY_TINY = {
+    "env_id": "toy_envs:Line-v0", "total_timesteps": 256, "num_envs": 2, "learning_starts": 2, "utd_ratio": 0.25,
+    "batch_size": 8, "hidden_size": 8, "buffer_size": 1000, "eval_every": 0, "eval_episodes": 1, "log_every": 64,
+    "checkpoint_every": 0, "device": "cpu",
+}  # fmt: skip
+OFF_POLICY_CHANGED = {
+    "env_id": "Pendulum-v1", "eval_episodes": (2, {"env_id": "Pendulum-v1"}), "num_envs": 4, "total_timesteps": 320,
+    "buffer_size": 16, "batch_size": 16, "learning_starts": 32, "utd_ratio": 0.5, "hidden_size": 16, "gamma": 0.9,
+    "tau": 0.5, "max_grad_norm": 1e-3,
+}  # fmt: skip
+OFF_POLICY_BAD_INPUT = [
+    ({"total_timesteps": 1}, "--total-timesteps 1"),
+    ({"num_envs": 0}, "--num-envs 0"),
+    ({"batch_size": 0}, "--batch-size 0"),
+    ({"buffer_size": 0}, "--buffer-size 0"),
+    ({"buffer_size": 50, "learning_starts": 51}, "--learning-starts 51"),
+    ({"buffer_size": 5, "num_envs": 4, "learning_starts": 5}, "--buffer-size 5"),
+    ({"learning_starts": 0}, "--learning-starts 0"),
+    ({"utd_ratio": -1.0}, "--utd-ratio"),
+    ({"policy_frequency": 0}, "--policy-frequency 0"),
+    ({"hidden_size": 0}, "--hidden-size"),
+    ({"gamma": 1.01}, "--gamma 1.01"),
+    ({"tau": 0.0}, "--tau 0"),
+    ({"tau": 1.1}, "--tau 1.1"),
+    ({"max_grad_norm": 0.0}, "--max-grad-norm"),
+    ({"log_every": 0}, "--log-every 0"),
+    ({"env_id": "HalfCheetah-v99"}, "HalfCheetah-v99"),
+    ({"env_id": "CartPole-v1"}, "dqn.py"),
+    ({"env_id": "toy_envs:Other_image-v0"}, "ppo_atari.py"),
+    ({"env_id": "toy_envs:Other_dict-v0"}, "FlattenObservation"),
+    ({"env_id": "toy_envs:Other_integer_action-v0"}, "Box of floats"),
+    ({"env_id": "toy_envs:Other_unbounded-v0"}, "ppo_continuous.py"),
+]
+OFF_POLICY = {
+    "varied": {"env_id": "Pendulum-v1"},
+    "process": {"env_id": "Pendulum-v1"},
+    "real": [{"env_id": "HalfCheetah-v5", "hidden_size": 256, "batch_size": 256}],
+    "known": ({"env_id": "toy_envs:Counter-v0"}, {"return": 4, "length": 4, "reward": 1}),
+    "other_env": "Pendulum-v1",
+    "unrenderable": "toy_envs:Constant-v0",
+    "faults": PPO_CONTINUOUS.faults,
+    "evaluation_fault": PPO_CONTINUOUS.evaluation_fault,
+    "updates": 16,
+    "loss": "qf_loss",
+    "own_flags": {"checkpoint_replay"},
+}
+
+SAC = Script(
+    name="sac",
+    tiny=OFF_POLICY_TINY,
+    **OFF_POLICY,
+    parts={"agent", "critic_optimizer", "policy_optimizer", "temperature_optimizer"},
+    poisoned=("soft_td_target", 20, 1),
+    rate="policy_lr",
+    schedule=None,
+    resume=[
+        ({"checkpoint_replay": True, "num_critics": 3}, {"losses/alpha", "losses/qf_loss"}),
+        ({"checkpoint_replay": True, "buffer_size": 50, "utd_ratio": 0.26, "policy_frequency": 3}, {"losses/alpha"}),
+    ],
+    changed={
+        **OFF_POLICY_CHANGED,
+        "policy_lr": 1e-2,
+        "q_lr": 1e-2,
+        "policy_frequency": 2,
+        "num_critics": 3,
+        "critic_subset": 1,
+        "layer_norm": True,
+        "autotune": False,
+        "alpha": 0.1,
+        "target_entropy": 1.0,
+    },
+    bad_input=[
+        *OFF_POLICY_BAD_INPUT,
+        ({"policy_lr": 0.0}, "--policy-lr"),
+        ({"q_lr": -1.0}, "--q-lr"),
+        ({"alpha": 0.0}, "--alpha"),
+        ({"num_critics": 0}, "--num-critics"),
+        ({"critic_subset": 3}, "--critic-subset 3"),
+        ({"target_entropy": float("nan")}, "--target-entropy"),
+    ],
+)
+
+TD3 = Script(
+    name="td3",
+    tiny=OFF_POLICY_TINY,
+    **OFF_POLICY,
+    parts={"agent", "critic_optimizer", "policy_optimizer"},
+    poisoned=("td_target", 20, 1),
+    schedule=({"exploration_noise_end": 0.0}, "charts/exploration_noise"),
+    resume=[
+        ({"checkpoint_replay": True, "exploration_noise_end": 0.0}, {"charts/exploration_noise", "losses/qf_loss"}),
+        ({"checkpoint_replay": True, "noise": "ou", "buffer_size": 50, "utd_ratio": 0.26}, {"losses/actor_loss"}),
+    ],
+    changed={
+        **OFF_POLICY_CHANGED,
+        "learning_rate": 1e-2,
+        "clipped_double_q": False,
+        "delayed_policy": False,
+        "policy_frequency": 3,
+        "target_smoothing": False,
+        "policy_noise": 0.4,
+        "noise_clip": 0.05,
+        "noise": "ou",
+        "exploration_noise": 0.5,
+        "exploration_noise_end": 0.0,
+    },
+    bad_input=[
+        *OFF_POLICY_BAD_INPUT,
+        ({"learning_rate": 0.0}, "--learning-rate"),
+        ({"policy_noise": -0.1}, "--policy-noise"),
+        ({"policy_noise": 1e6}, "--policy-noise 1000000"),
+        ({"noise_clip": 0.0}, "--noise-clip"),
+        ({"exploration_noise": -0.1}, "--exploration-noise"),
+        ({"exploration_noise_end": -0.1}, "--exploration-noise-end"),
+    ],
+)
+
 # Of a changed copy (SCRIPTS_DIR) only what is there is tested.
-SCRIPTS = [script for script in (PPO_CONTINUOUS, PPO_ATARI) if script.path.exists()]
+SCRIPTS = [script for script in (PPO_CONTINUOUS, PPO_ATARI, SAC, TD3) if script.path.exists()]

@@ -122,6 +122,8 @@ class OtherSpaces(ConstantEnv):
             self.observation_space = gym.spaces.Dict({"a": gym.spaces.Box(0, 1, (1,))})
         if kind == "integer_action":
             self.action_space = gym.spaces.Box(0, 3, (1,), np.int64)
+        if kind == "unbounded":
+            self.action_space = gym.spaces.Box(-np.inf, np.inf, (1,))
 
     def reset(self, *, seed=None, options=None):
         return self.observation_space.sample(), {}
@@ -203,7 +205,7 @@ gym.register("Odd-v0", OddEnv, max_episode_steps=5)
 gym.register("Constant-v0", ConstantEnv, max_episode_steps=5)
 for fault in ("nan_obs", "nan_reward", "inf_final", "raise"):
     gym.register(f"Faulty_{fault}-v0", FaultyEnv, max_episode_steps=1000, kwargs={"fault": fault})
-for kind in ("image", "dict", "integer_action"):
+for kind in ("image", "dict", "integer_action", "unbounded"):
     gym.register(f"Other_{kind}-v0", OtherSpaces, kwargs={"kind": kind})
 for name, frames, options in (
     ("Picture-v0", 64, {}),

@@ -1,0 +1,789 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "gymnasium[mujoco]>=1.4,<2",
+#     "moviepy>=2.1",
+#     "mujoco>=4.0,<5",
+#     "mujoco-core>=4.0,<5",
+#     "numpy>=2.0",
+#     "tensorboard>=2.18",
+#     "torch>=2.11,<3",
+#     "tqdm>=4.66",
+#     "tyro>=1.0,<2",
+#     "wandb>=0.19",
+# ]
+# ///
+"""Twin Delayed Deep Deterministic policy gradient (TD3), and DDPG: off-policy control of continuous actions.
+
+Critics learn the value of replayed actions; a deterministic policy follows their slope. Where the critics are wrong the
+policy finds it out and goes there, so TD3 adds three fixes to DDPG, each with a switch of its own.
+    Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", 2018, arXiv:1802.09477
+    Lillicrap et al., "Continuous control with deep reinforcement learning" (DDPG), 2015, arXiv:1509.02971
+
+    a'        = clip(mu'(s') + clip(noise, -c, c), low, high)         target smoothing  (--no-target-smoothing: mu'(s'))
+    y         = r + gamma * (1 - terminated) * min_i Q'_i(s', a')     clipped double Q  (--no-clipped-double-q: Q'_1)
+    L_Q       = sum_i mean((Q_i(s, a) - y)^2)
+    L_mu      = -mean(Q_1(s, mu(s))), every second update             delayed policy    (--no-delayed-policy: every one)
+    targets  <- targets + tau * (networks - targets), with each update of the policy
+
+Run:
+    python td3.py                                                # HalfCheetah-v5, one million steps
+    python td3.py --env-id Pendulum-v1 --total-timesteps 20000 --learning-starts 1000
+    python td3.py --no-clipped-double-q --no-delayed-policy --no-target-smoothing --noise ou        # DDPG
+
+Expect: (runs to come)
+
+Differs from the paper (docs/td3.md has the reasons):
+    1. Noise is given in units of half the action range, so that one number fits all environments.
+    2. A time limit is no death: only `terminated` ends the return.
+    3. DDPG's network sizes, batch normalisation and weight decay are not here; all three switches off is its update.
+    4. After --resume the environments start new episodes. Without --checkpoint-replay the memory is filled with
+       --learning-starts steps of the current policy before the next update. All else continues.
+
+Read `main` first, then "The math".
+"""
+
+import contextlib, copy, dataclasses, functools, importlib.metadata, json, math
+import os, random, shlex, signal, subprocess, sys, time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import BinaryIO, Literal
+
+import gymnasium as gym, numpy as np, torch, tyro
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT, FORMAT_VERSION = Path(__file__).stem, 1
+
+
+@dataclasses.dataclass
+class Args:
+    # Run
+    exp_name: str = SCRIPT
+    """name of the experiment, part of the run folder's name"""
+    seed: int = 1
+    """seed of everything random; evaluation has generators of its own"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where the networks live; auto takes CUDA when there is one, never mps"""
+    torch_deterministic: bool = True
+    """use deterministic PyTorch kernels where there is a choice"""
+    compile: bool = False
+    """torch.compile the update (CUDA graphs on CUDA); needs a C++ compiler on the CPU"""
+    runs_dir: str = "runs"
+    """folder in which each run makes its own folder"""
+    track: bool = False
+    """also log to Weights & Biases"""
+    wandb_project_name: str = "rl-scripts"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user"""
+    capture_video: bool = False
+    """record the first episode of each evaluation into the run's videos/"""
+    log_every: int = 1000
+    """steps between two rows of losses (episodes are always logged)"""
+    eval_every: int = 25_000
+    """steps between two evaluations (one more at step 0 and one at the end); 0 = at the end only"""
+    eval_episodes: int = 10
+    """episodes per evaluation"""
+    checkpoint_every: int = 100_000
+    """steps between two checkpoints (one more at the end); 0 = at the end only"""
+    max_skipped_updates: int = 10
+    """stop when this many updates in a row were skipped because loss or gradient was not finite"""
+    resume: str | None = None
+    """continue the run of this checkpoint file or run folder, with its flags, in its folder"""
+    evaluate: str | None = None
+    """no training: evaluate this checkpoint file or run folder and print the returns"""
+
+    # Environment
+    env_id: str = "HalfCheetah-v5"
+    """gymnasium id, also module:Env-v0"""
+    num_envs: int = 1
+    """environments stepped side by side"""
+    total_timesteps: int = 1_000_000
+    """budget: agent steps, summed over environments (rounded down to whole rollouts)"""
+
+    # Algorithm
+    learning_rate: float = 3e-4
+    """learning rate of Adam"""
+    buffer_size: int = 1_000_000
+    """transitions that the replay memory holds, the newest"""
+    checkpoint_replay: bool = False
+    """save the replay memory with each checkpoint, as replay_<step>.npz; cql.py and iql.py read it"""
+    batch_size: int = 256
+    """transitions per update"""
+    learning_starts: int = 25_000
+    """steps of uniformly random actions before the first update"""
+    utd_ratio: float = 1.0
+    """critic updates per environment step, summed over environments (update-to-data ratio)"""
+    clipped_double_q: bool = True
+    """the target takes the smaller of two critics; otherwise the first one alone"""
+    delayed_policy: bool = True
+    """update policy and targets at every --policy-frequency-th update only; otherwise at each"""
+    policy_frequency: int = 2
+    """critic updates per policy update"""
+    target_smoothing: bool = True
+    """add clipped noise to the target's action"""
+    policy_noise: float = 0.2
+    """std of the noise on the target's action, in half action ranges"""
+    noise_clip: float = 0.5
+    """clip range of the noise on the target's action, in half action ranges"""
+    noise: Literal["gaussian", "ou"] = "gaussian"
+    """exploration noise: independent, or an Ornstein-Uhlenbeck process (theta 0.15) that each episode starts at zero"""
+    exploration_noise: float = 0.1
+    """std of the exploration noise (of its increments with ou), in half action ranges"""
+    exploration_noise_end: float | None = None
+    """exploration noise at the end of training, reached linearly; None = constant"""
+    hidden_size: int = 256
+    """width of both hidden layers, in each network"""
+    gamma: float = 0.99
+    """discount (gamma)"""
+    tau: float = 0.005
+    """share of the way that the target critics go towards the critics after each update (tau)"""
+    max_grad_norm: float = math.inf
+    """clip range of the global gradient norm"""
+
+    render_mode = property(lambda self: "rgb_array" if self.capture_video else None)
+    policy_period = property(lambda self: self.policy_frequency if self.delayed_policy else 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Environment
+# ---------------------------------------------------------------------------------------------------------------------
+def make_envs(args: Args, num_envs: int, seed: int) -> gym.vector.VectorEnv:
+    """The training environments: a vector environment in SAME_STEP autoreset. Replace it to train on anything else."""
+    prepare_mujoco(args)
+    # The vector environment itself need not copy: what step() returned has been used when the next step overwrites it.
+    how = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
+    # An environment may reuse one observation array: without the copy its final observation would show the reset's.
+    wrappers = [lambda env: gym.wrappers.TransformObservation(env, np.copy, env.observation_space)]
+    envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs=how, wrappers=wrappers)
+    envs.action_space.seed(seed)
+    return envs
+
+
+def make_eval_env(args: Args, seed: int, render_mode: str | None = None) -> gym.Env:
+    """One environment for evaluation and videos, apart from the training environments."""
+    prepare_mujoco(args)
+    env = gym.make(args.env_id, **({"render_mode": render_mode} if render_mode else {}))
+    env.action_space.seed(seed)
+    return env
+
+
+def prepare_mujoco(args: Args) -> None:
+    """Render through EGL without a display; keep MuJoCo's warnings out of a MUJOCO_LOG.TXT in the user's folder."""
+    if args.capture_video and sys.platform == "linux" and not os.getenv("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # before mujoco is imported, and only then: EGL may be missing
+    with contextlib.suppress(ImportError):
+        import mujoco
+
+        # gymnasium's own HalfCheetah model causes the settotalmass notice at every construction.
+        mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
+
+
+def require_finite(*arrays: np.ndarray) -> None:
+    """Raise before an observation or reward that is nan or infinite reaches the statistics or the rollout."""
+    if not all(np.isfinite(x).all() for x in arrays): raise ValueError(f"observation or reward not finite: {arrays}")
+
+
+def action_transform(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
+    """(scale, shift), flat: from the policy's units to the environment's, [-1, 1] to [low, high] where finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        half, middle = (space.high - space.low).ravel() / 2, (space.high / 2 + space.low / 2).ravel()
+    bounded = np.isfinite(half)  # a range as wide as the float type is no range either
+    return np.where(bounded, half, 1).astype(space.dtype), np.where(bounded, middle, 0).astype(space.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Networks
+# ---------------------------------------------------------------------------------------------------------------------
+# differs from sac.py: no layer normalisation
+def mlp(inputs: int, outputs: int, hidden: int) -> nn.Sequential:
+    """Two hidden ReLU layers with PyTorch's own initialisation."""
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
+                         nn.Linear(hidden, outputs))
+
+
+# differs from sac.py: deterministic
+class Actor(nn.Module):
+    """One action per observation, squashed by tanh to the action range."""
+
+    def __init__(self, obs_dim: int, scale: np.ndarray, shift: np.ndarray, hidden: int):
+        super().__init__()
+        self.network = mlp(obs_dim, len(scale), hidden)
+        self.register_buffer("scale", torch.as_tensor(scale, dtype=torch.float32))
+        self.register_buffer("shift", torch.as_tensor(shift, dtype=torch.float32))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """(B, obs_dim) -> (B, D)."""
+        return self.network(obs).tanh() * self.scale + self.shift
+
+
+# differs from sac.py: always two critics
+class Critics(nn.Module):
+    """Two independent estimates of Q(s, a)."""
+
+    def __init__(self, obs_dim: int, action_dim: int, hidden: int):
+        super().__init__()
+        self.networks = nn.ModuleList(mlp(obs_dim + action_dim, 1, hidden) for _ in range(2))
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """(B, obs_dim), (B, D) -> (2, B)."""
+        x = torch.cat([obs, actions], -1)
+        return torch.cat([network(x) for network in self.networks], -1).T
+
+
+# differs from sac.py: a target of the policy, no temperature
+class Agent(nn.Module):
+    """All that is learned, and the slowly following targets."""
+
+    def __init__(self, obs_dim: int, scale: np.ndarray, shift: np.ndarray, hidden: int):
+        super().__init__()
+        self.actor, self.critics = Actor(obs_dim, scale, shift, hidden), Critics(obs_dim, len(scale), hidden)
+        self.target_actor = copy.deepcopy(self.actor).requires_grad_(False)
+        self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------------------------------
+class ReplayMemory:
+    """The newest transitions of each environment, (rows, num_envs, ...), in a ring."""
+
+    def __init__(self, size: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device):
+        self.rows, self.num_envs, self.steps, self.device = size // num_envs, num_envs, 0, device
+        kinds = {"observations": ((obs_dim,), torch.float32), "actions": ((action_dim,), torch.float32),
+                 "rewards": ((), torch.float32), "next_observations": ((obs_dim,), torch.float32),
+                 "terminations": ((), torch.bool), "truncations": ((), torch.bool)}
+        self.data = {k: torch.zeros((self.rows, num_envs, *shape), dtype=dtype, device=device)
+                     for k, (shape, dtype) in kinds.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in self.data.values())
+
+    def __len__(self) -> int:
+        return min(self.steps, self.rows) * self.num_envs
+
+    @property
+    def oldest(self) -> int:
+        """The row that the next step overwrites when the ring is full, else 0."""
+        return max(0, self.steps - self.rows) % self.rows
+
+    def add(self, *step: np.ndarray) -> None:
+        """One step of all environments, (num_envs, ...) each, in the order of self.data."""
+        for x, new in zip(self.data.values(), step, strict=True): x[self.steps % self.rows] = torch.as_tensor(new)
+        self.steps += 1
+
+    def sample(self, rng: np.random.Generator, batch_size: int) -> list[Tensor]:
+        """Transitions drawn uniformly with replacement, (B, ...) each, in the order of self.data."""
+        # Counted from the oldest, so that a memory that was saved and loaded gives the same.
+        chosen = (rng.integers(0, len(self), batch_size) + self.oldest * self.num_envs) % (self.rows * self.num_envs)
+        chosen = torch.as_tensor(chosen, device=self.device)
+        return [x.flatten(0, 1)[chosen] for x in self.data.values()]
+
+    def save(self, path: Path) -> None:
+        """NPZ of all transitions, the oldest first, with the environment that each came from."""
+        rows = min(self.steps, self.rows)
+        arrays = {k: x[:rows].roll(-self.oldest, 0).flatten(0, 1).cpu().numpy() for k, x in self.data.items()}
+        arrays["env_ids"] = np.tile(np.arange(self.num_envs, dtype=np.int32), rows)
+        write_whole(path, lambda file: np.savez(file, **arrays))
+
+    def load(self, path: Path) -> None:
+        with np.load(path) as file:
+            for k, x in self.data.items():
+                saved = torch.as_tensor(file[k]).unflatten(0, (-1, self.num_envs))
+                x[:len(saved)], self.steps = saved, len(saved)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The math
+# ---------------------------------------------------------------------------------------------------------------------
+def smoothed_target_action(action: Tensor, noise: Tensor, noise_clip: Tensor | float, low: Tensor | float,
+                           high: Tensor | float) -> Tensor:
+    """clip(action + clip(noise, +-noise_clip), low, high), arXiv:1802.09477 eq. 14. All in action units, (B, D)."""
+    return torch.clamp(action + torch.clamp(noise, -noise_clip, noise_clip), low, high)
+
+
+def td_target(rewards: Tensor, terminations: Tensor, next_q: Tensor, gamma: float) -> Tensor:
+    """r + gamma * Q'(s', a'), without the latter at a termination. All (B,)."""
+    return rewards + gamma * next_q.masked_fill(terminations.bool(), 0)
+
+
+def ornstein_uhlenbeck(state: np.ndarray, noise: np.ndarray, sigma: float, theta: float = 0.15) -> np.ndarray:
+    """One step of a random walk that is drawn back to zero: x - theta * x + sigma * N(0, 1), arXiv:1509.02971."""
+    return state - theta * state + sigma * noise
+
+
+def anneal(start: float, end: float | None, iteration: int, num_iterations: int) -> float:
+    """Linear from start (iteration 1) towards end, which the iteration after the last would reach; None = constant."""
+    return start if end is None else start + (end - start) * (iteration - 1) / num_iterations
+
+
+def qf_loss(q: Tensor, target: Tensor) -> Tensor:
+    """Sum over critics of the mean squared error: (E, B), (B,) -> ()."""
+    return (q - target).square().mean(-1).sum()
+
+
+# differs from sac.py: no entropy
+def policy_loss(q: Tensor) -> Tensor:
+    """-mean(Q(s, mu(s))), arXiv:1802.09477 eq. 4, (B,)."""
+    return -q.mean()
+
+
+def discounted_return(rewards: list[float], tail: float, gamma: float) -> float:
+    """sum_t gamma^t r_t + gamma^T tail: what Q(s_0, a_0) estimates, after one episode."""
+    total = tail
+    for reward in reversed(rewards): total = reward + gamma * total
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Update
+# ---------------------------------------------------------------------------------------------------------------------
+def update(agent: Agent, optimizers: list[torch.optim.Adam], batch: list[Tensor], noise: Tensor, train_policy: bool,
+           args: Args) -> dict[str, Tensor]:
+    """One step of the critics and, if wanted, of policy and targets. Detached scalars; no waiting for the GPU."""
+    obs, actions, rewards, next_obs, terminations, _ = batch  # (B, ...); noise is standard normal, (B, D)
+    scale, shift = agent.actor.scale, agent.actor.shift
+    step = untraced_gradient_step if torch.compiler.is_compiling() else gradient_step
+    with torch.no_grad():
+        next_actions = agent.target_actor(next_obs)
+        if args.target_smoothing:  # noise of each sample's own, scaled to the action range
+            next_actions = smoothed_target_action(next_actions, noise * args.policy_noise * scale,
+                                                  args.noise_clip * scale, shift - scale, shift + scale)
+        next_q = agent.target_critics(next_obs, next_actions)  # (2, B)
+        target = td_target(rewards, terminations, next_q.amin(0) if args.clipped_double_q else next_q[0], args.gamma)
+    q = agent.critics(obs, actions)  # (2, B)
+    loss = qf_loss(q, target)
+    stats = {"losses/qf_loss": loss.detach(), "losses/qf_values": q.detach().mean()}
+    stats["losses/qf_grad_norm"], skipped = step(loss, optimizers[0], args.max_grad_norm)
+    if train_policy:
+        # The policy follows the slope of the first critic, whose weights are constants here.
+        weights = {name: weight.detach() for name, weight in agent.critics.named_parameters()}
+        loss = policy_loss(torch.func.functional_call(agent.critics, weights, (obs, agent.actor(obs)))[0])
+        stats["losses/actor_loss"] = loss.detach()
+        stats["losses/actor_grad_norm"], bad = step(loss, optimizers[1], args.max_grad_norm)
+        skipped = torch.maximum(skipped, bad)
+        with torch.no_grad():
+            for slow, fast in ((agent.target_critics, agent.critics), (agent.target_actor, agent.actor)):
+                torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), args.tau)
+    return stats | {"skipped": skipped}
+
+
+def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> tuple[Tensor, Tensor]:
+    """Backward, clip, step. Returns (gradient norm before clipping, 1 if the step was skipped or 0).
+
+    A loss or gradient that is not finite changes nothing: fused Adam skips the step by itself when told so.
+    """
+    parameters = optimizer.param_groups[0]["params"]
+    for p in parameters: p.grad = None
+    loss.backward()
+    # nn.utils.clip_grad_norm_ written out: for small networks its checks take longer than the sums.
+    grads = [p.grad for p in parameters]
+    grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    torch._foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1))
+    optimizer.found_inf = 1 - torch.isfinite(loss.detach() + grad_norm).float()
+    optimizer.step()
+    return grad_norm, optimizer.found_inf
+
+
+@torch.compiler.disable
+def untraced_gradient_step(*arguments) -> tuple[Tensor, Tensor]:
+    """The same for a compiled update: the backward pass is compiled already, and tracing fused Adam only costs time."""
+    return gradient_step(*arguments)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluate
+# ---------------------------------------------------------------------------------------------------------------------
+def evaluate(args: Args, agent: Agent, run_dir: Path, name: str) -> tuple[list, dict]:
+    """Play `--eval-episodes` without exploration noise: (every return, the `eval/*` metrics).
+
+    q_overestimation is the mean of the critics at the first state and action less the discounted return that followed.
+    Episode k starts from the same seed in every evaluation. With --capture-video the first one is recorded.
+    """
+    returns, lengths, errors = [], [], []
+    with or_stop(3, f"{args.env_id} in evaluation", "Mend it, then --resume."), contextlib.ExitStack() as stack:
+        env = make_eval_env(args, args.seed, args.render_mode)
+        if args.capture_video:
+            env = gym.wrappers.RecordVideo(env, f"{run_dir}/videos", lambda k: k == 0, name_prefix=name)
+        stack.callback(env.close)
+        for k in range(args.eval_episodes):
+            rewards, first_q, tail = play(agent, env, (1_000_000 * (args.seed + 1) + k) % 2**31)
+            returns.append(sum(rewards)), lengths.append(len(rewards))
+            errors.append(first_q - discounted_return(rewards, tail, args.gamma))
+    return returns, {"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths),
+                     "eval/q_overestimation": np.mean(errors)}
+
+
+# differs from sac.py: no samples, no entropy
+@torch.no_grad()
+def play(agent: Agent, env: gym.Env, seed: int) -> tuple[list, float, float]:
+    """One episode: rewards (T,), Q of the first action, and the value of what a time limit cut off."""
+    box, device, rewards = env.action_space, agent.actor.scale.device, []
+    (obs, _), terminated, truncated = env.reset(seed=seed), False, False
+    while True:
+        x = torch.as_tensor(obs.reshape(1, -1), dtype=torch.float32, device=device)
+        action, ended = agent.actor(x), terminated or truncated
+        if not rewards or ended: q = agent.critics(x, action).mean().item()
+        if not rewards: first_q = q
+        if ended: return rewards, first_q, 0.0 if terminated else q
+        action = action.cpu().numpy().reshape(box.shape).astype(box.dtype)
+        obs, reward, terminated, truncated, _ = env.step(action.clip(box.low, box.high))
+        require_finite(obs, reward)
+        rewards.append(float(reward))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing
+# ---------------------------------------------------------------------------------------------------------------------
+def stop(code: int, message: str) -> None:
+    """Exit with one line on stderr. 2: refused before anything was written; 3: stopped in training."""
+    print("\n" * (code == 3) + f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name, tried out; auto is cuda or cpu."""
+    name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    with or_stop(2, f"--device {name}", "Use --device cpu, or install a PyTorch built for this device."):
+        return torch.zeros(1, device=name).device
+
+
+def seed_everything(seed: int, deterministic: bool) -> np.random.Generator:
+    """Seed the global generators (used while networks are made) and return the one that training draws from."""
+    for seeder in (random.seed, np.random.seed, torch.manual_seed): seeder(seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic CUDA kernels ask for
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    return np.random.default_rng(seed)
+
+
+def check_ranges(args, ranges: dict[str, tuple[float, float]]) -> None:
+    """Refuse flags outside their closed range (a nan is outside of all). A key names several; None passes."""
+    for name, (low, high) in ((name, bounds) for names, bounds in ranges.items() for name in names.split()):
+        value = getattr(args, name)
+        if not low <= (low if value is None else value) <= high:
+            stop(2, f"--{name.replace('_', '-')} {value} is outside [{low:g}, {high:g}]. Choose a value inside.")
+
+
+def check_writable(folder: str) -> None:
+    """Refuse a folder that could not be made or written, without making it."""
+    path = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        stop(2, f"cannot write in {folder}: {path} is no folder with write permission. Choose another --runs-dir.")
+
+
+@contextlib.contextmanager
+def or_stop(code: int, what: str, advice: str, *errors: type[Exception]):
+    """Turn errors of these types, or of any if none is named, into stop()."""
+    try:
+        yield
+    except errors or (Exception,) as error:  # noqa: B030
+        stop(code, f"{what}: {error!r}. {advice}")
+
+
+def writing(path: Path):
+    """Stop with exit code 3 when something cannot be written, on a full disk say (torch.save: RuntimeError)."""
+    return or_stop(3, f"cannot write {path}", "Older files are whole: make room and --resume.", OSError, RuntimeError)
+
+
+def write_whole(path: Path, content: str | Callable[[BinaryIO], None]) -> None:
+    """Replace a file in one step by text or by what a function writes: a kill leaves the old one or the new one."""
+    with writing(path), contextlib.ExitStack() as stack:
+        stack.callback(Path(f"{path}.tmp").unlink, missing_ok=True)
+        with open(f"{path}.tmp", "wb") as file:
+            content(file) if callable(content) else file.write(content.encode())
+            file.flush(), os.fsync(file.fileno())
+        os.replace(f"{path}.tmp", path)
+
+
+class Logger:
+    """Writes metrics to metrics.csv (step,metric,value), TensorBoard and, with --track, Weights & Biases."""
+
+    def __init__(self, run_dir: Path | None, args, device: torch.device, resume_step: int):
+        """Make the folder <env>__<exp_name>__<seed>__<time> and its config.json, or go on in run_dir after a step."""
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}".replace("/", "-")
+        self.run_dir, self.wandb, self.last = run_dir or Path(args.runs_dir) / name, None, {}
+        self.path = self.run_dir / "metrics.csv"
+        with writing(self.run_dir):
+            self.run_dir.mkdir(parents=True, exist_ok=run_dir is not None)
+            rows = self.path.read_text().splitlines(keepends=True)[1:] if self.path.exists() else []
+            self.tensorboard = SummaryWriter(self.run_dir, purge_step=resume_step + 1 if run_dir else None)
+        rows = [r for r in rows if r.endswith("\n") and r[0].isdigit() and int(r.split(",")[0]) <= resume_step]
+        write_whole(self.path, "".join(["step,metric,value\n", *rows]))
+        commit = subprocess.getoutput(f"git -C {shlex.quote(str(Path(__file__).resolve().parent))} rev-parse HEAD 2>&-")
+        versions = {d.name: d.version for d in importlib.metadata.distributions()} | {"python": sys.version.split()[0]}
+        config = {"script": SCRIPT, "flags": vars(args), "versions": versions, "commit": commit or None,
+                  "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type}
+        write_whole(self.run_dir / "config.json", json.dumps(config, indent=2))
+        if args.track:
+            self.wandb, name = importlib.import_module("wandb"), self.run_dir.name
+            self.wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=config, name=name,
+                            id=name[-128:].replace(":", "-"), resume="allow", dir=self.run_dir)
+
+    def log(self, step: int, metrics: dict[str, float], videos: str = "") -> None:
+        """One row per metric; `videos` is the prefix of what RecordVideo has just written."""
+        self.last |= (metrics := {name: float(value) for name, value in metrics.items()})
+        with writing(self.path), self.path.open("a") as file:
+            file.write("".join(f"{step},{name},{value!r}\n" for name, value in metrics.items()))
+            for name, value in metrics.items(): self.tensorboard.add_scalar(name, value, step)
+        if self.wandb:  # does not find gymnasium's videos by itself
+            for file in self.run_dir.glob(f"videos/{videos}-*.mp4"): metrics[file.stem] = self.wandb.Video(str(file))
+            self.wandb.log({**metrics, "global_step": step})
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError): self.tensorboard.close()  # on a full disk, which has been reported
+        if self.wandb: self.wandb.finish()
+
+
+def save_checkpoint(path: Path, args, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+    """Flags, counters, random generator and the state_dict of every part."""
+    state = {"format_version": FORMAT_VERSION, "script": SCRIPT, "flags": vars(args), "run": vars(run),
+             "parts": {k: part.state_dict() for k, part in parts.items()}, "rng": rng.bit_generator.state}
+    write_whole(path, functools.partial(torch.save, state))
+
+
+def load_checkpoint(args, changeable: set[str]) -> tuple:
+    """(flags, checkpoint, run folder) of --resume or --evaluate, a file or a run folder; (args, None, None) without.
+
+    The checkpoint's flags hold, but for changeable ones that were given, that is, differ from their default.
+    """
+    if args.resume and args.evaluate: stop(2, "--resume and --evaluate exclude each other. Give one of them.")
+    path = args.evaluate if args.resume is None else args.resume
+    if path is None: return args, None, None
+    file, hint = Path(path), f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py."
+    file = file / "checkpoint.pt" if file.is_dir() else file
+    # Whatever the file system, the zip reader or the unpickler may say:
+    with or_stop(2, f"{file} is missing or no checkpoint", hint):
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        made_by, flags = f"{checkpoint['script']}.py, format {checkpoint['format_version']}", checkpoint["flags"]
+    if made_by != f"{SCRIPT}.py, format {FORMAT_VERSION}":
+        stop(2, f"{file} is a checkpoint of {made_by}, not {SCRIPT}.py, format {FORMAT_VERSION}. {hint}")
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if getattr(args, f.name) != f.default}
+    for name in (n for n in given.keys() - changeable if given[n] != flags.get(n)):
+        stop(2, f"--{name.replace('_', '-')} {given[name]} is {flags.get(name)} in the checkpoint. Leave it out.")
+    known = {name: value for name, value in {**flags, **given, "resume": None}.items() if hasattr(args, name)}
+    # A checkpoint that lies in its run's folder goes on there; a copy of one elsewhere starts a folder of its own.
+    at_home = args.evaluate or (file.name == "checkpoint.pt" and (file.parent / "config.json").exists())
+    return dataclasses.replace(args, **known), checkpoint, file.parent if at_home else None
+
+
+def restore(checkpoint: dict, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+    """Put the state of a checkpoint back in place, or refuse one that does not fit."""
+    with or_stop(2, "the checkpoint does not fit this environment", "Use the one that it was trained on."):
+        for name, part in parts.items(): part.load_state_dict(checkpoint["parts"][name])
+        vars(run).update(checkpoint["run"])
+        rng.bit_generator.state = checkpoint["rng"]
+
+
+def catch_signals(stack: contextlib.ExitStack) -> list[int]:
+    """Collect SIGINT and SIGTERM in a list that the training loop looks at; a second one quits at once."""
+    caught = []
+
+    def handler(signum: int, frame) -> None:
+        if caught: sys.exit(128 + signum)
+        caught.append(signum)
+        print("\nstopping once it can be resumed (now: once more, without saving)", file=sys.stderr, flush=True)
+
+    with contextlib.suppress(ValueError):  # only the main thread may do this
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, signum, signal.signal(signum, handler))
+    return caught
+
+
+def crossed(every: int, before: int, after: int) -> bool:
+    """Whether a multiple of `every` lies in (before, after]; never for 0."""
+    return every > 0 and before // every < after // every
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Main
+# ---------------------------------------------------------------------------------------------------------------------
+def check(args: Args) -> None:
+    """Refuse, with exit code 2 and before anything is written, whatever can be known to be wrong before training."""
+    check_ranges(args, {
+        "num_envs total_timesteps eval_episodes max_skipped_updates batch_size buffer_size": (1, 1e12),
+        "learning_starts policy_frequency hidden_size": (1, 1e12), "learning_rate": (1e-12, 1e12),
+        "max_grad_norm": (1e-12, math.inf), "utd_ratio": (0, 1e4), "log_every": (1, 1e12), "eval_every checkpoint_every": (0, 1e12),
+        "exploration_noise exploration_noise_end": (0, 1e6), "noise_clip": (1e-12, 1e6),
+        "gamma": (0, 1), "tau": (1e-12, 1), "seed": (0, 2**31 - 1)})
+    if args.total_timesteps < args.num_envs:
+        stop(2, f"--total-timesteps {args.total_timesteps} is under one step of --num-envs {args.num_envs}. Raise it.")
+    if args.total_timesteps <= args.learning_starts:
+        print(f"warning: nothing is learned: --learning-starts is {args.learning_starts}.", file=sys.stderr)
+    if not 0 <= args.policy_noise <= 10 * args.noise_clip:
+        stop(2, f"--policy-noise {args.policy_noise} clipped at {args.noise_clip} is no longer noise. Lower it.")
+    if args.buffer_size // args.num_envs * args.num_envs < max(1, args.learning_starts):
+        stop(2, f"--buffer-size {args.buffer_size} holds less than --learning-starts {args.learning_starts}. Raise it.")
+    if not args.evaluate: check_writable(args.runs_dir)
+    choose_device(args.device)
+    if len(f"{args.env_id}{args.exp_name}".encode()) > 200: stop(2, "the run's name is too long. Shorten --exp-name.")
+    with or_stop(2, "--track", "Install wandb, then `wandb login` or set WANDB_MODE=offline."):
+        wandb = importlib.import_module("wandb") if args.track else None
+        if wandb and os.getenv("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
+            raise PermissionError("not logged in")
+    with or_stop(2, "--compile", "Install a C++ compiler (g++), or leave it out."):
+        if args.compile: torch.compile(torch.sin)(torch.zeros(2, device=choose_device(args.device)))
+    advice = "Try another, module:Env-v0, dqn.py (discrete), ppo_atari.py (images), FlattenObservation; videos need EGL"
+    with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
+        envs, env = make_envs(args, 1, args.seed), make_eval_env(args, args.seed, args.render_mode)
+        env.reset(seed=args.seed)
+        if args.capture_video: importlib.import_module("moviepy"), env.render()
+        envs.close(), env.close()
+        obs, act = envs.single_observation_space, envs.single_action_space
+        if not all(isinstance(s, gym.spaces.Box) for s in (obs, act)) or len(obs.shape) > 2 or act.dtype.kind != "f":
+            raise TypeError(f"it needs a Box of numbers and a Box of floats, not {obs} and {act}")
+        if not np.isfinite(act.high / 2 - act.low / 2).all():
+            raise TypeError(f"it needs actions with finite bounds, not {act}; ppo_continuous.py takes them")
+        if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP: raise TypeError("not SAME_STEP")
+
+
+# What may differ from the checkpoint's flags under --resume and --evaluate: budget, device and logging.
+CHANGEABLE = set("total_timesteps device compile track wandb_project_name wandb_entity capture_video log_every "
+                 "eval_every eval_episodes checkpoint_every checkpoint_replay resume evaluate".split())
+
+
+def main(args: Args) -> dict[str, float]:
+    """Train (or, with --evaluate, only evaluate) and return the last value of every metric."""
+    # Evaluation may start from other seeds than training did.
+    args, checkpoint, run_dir = load_checkpoint(args, CHANGEABLE | ({"seed"} if args.evaluate else set()))
+    check(args)
+    device, rng = choose_device(args.device), seed_everything(args.seed, args.torch_deterministic)
+    envs = make_envs(args, args.num_envs, args.seed)
+    space, (scale, shift) = envs.single_action_space, action_transform(envs.single_action_space)
+    obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(space.shape)
+    agent = Agent(obs_dim, scale, shift, args.hidden_size).to(device)
+    learners = agent.critics, agent.actor
+    optimizers = [torch.optim.Adam(x.parameters(), args.learning_rate, fused=True) for x in learners]
+    memory = ReplayMemory(args.buffer_size, args.num_envs, obs_dim, action_dim, device)
+    # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
+    run = SimpleNamespace(global_step=0, updates=0, owed_updates=0.0, skipped_updates=0, last_returns=[],
+                          environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
+    parts = {"agent": agent, "critic_optimizer": optimizers[0], "policy_optimizer": optimizers[1]}
+    if checkpoint: restore(checkpoint, run, parts, rng)
+    if args.evaluate:
+        returns, evaluation = evaluate(args, agent, run_dir, f"evaluate_{time.time_ns()}")
+        print(f"{args.env_id}: mean {np.mean(returns):.2f} of", *(f"{r:.2f}" for r in returns))
+        return evaluation
+
+    if run_dir and (replay := run_dir / f"replay_{run.global_step}.npz").exists():
+        with or_stop(2, f"{replay} cannot be read", "Delete it: the memory is then filled anew."): memory.load(replay)
+    logger = Logger(run_dir, args, device, run.global_step)
+    mode = "reduce-overhead" if device.type == "cuda" else "default"  # with CUDA graphs on CUDA
+    run_dir, step_update = logger.run_dir, torch.compile(update, mode=mode) if args.compile else update
+    budget = args.total_timesteps // args.num_envs * args.num_envs
+    print(f"{args.env_id}: {budget} steps, replay memory of {memory.num_bytes / 2**20:.0f} MiB, "
+          f"on {device} {run_dir}", flush=True)
+
+    to_device, bad_rows, previous_step = functools.partial(torch.as_tensor, device=device), [], run.global_step
+    started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10
+    bar = tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False)
+    with contextlib.closing(envs), contextlib.closing(logger), bar, contextlib.ExitStack() as stack:
+        caught, mend = catch_signals(stack), "Mend the environment, then --resume."
+        with or_stop(3, f"{args.env_id} at its reset", mend):
+            require_finite(obs := envs.reset(seed=(args.seed + run.global_step) % 2**31)[0])
+        walk = np.zeros((args.num_envs, action_dim))  # the exploration noise, in half action ranges
+        obs, (episode_returns, episode_lengths) = obs.reshape(-1, obs_dim).copy(), np.zeros((2, args.num_envs))
+        while True:
+            # Between two logging intervals: save (at the end and when told to stop, too), evaluate (at step 0 and the
+            # end, too).
+            last, first = run.global_step >= budget, not checkpoint and run.global_step == 0 < args.eval_every
+            if last or caught or crossed(args.checkpoint_every, previous_step, run.global_step):
+                # The memory first, under a name of its own: whenever this is cut short, a pair that fits is left.
+                if args.checkpoint_replay: memory.save(run_dir / f"replay_{run.global_step}.npz")
+                save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
+                for old in run_dir.glob("replay_*.npz"):
+                    if old.stem != f"replay_{run.global_step}": old.unlink()
+            if first or last or crossed(args.eval_every, previous_step, run.global_step):
+                eval_returns, evaluation = evaluate(args, agent, run_dir, f"step_{run.global_step}")
+                logger.log(run.global_step, evaluation, videos=f"step_{run.global_step}")
+            if last or caught: break
+
+            previous_step, interval_start = run.global_step, time.perf_counter()
+            rows, all_rewards, reward_terms = [], [], {}
+            while run.global_step < budget and not crossed(args.log_every, previous_step, run.global_step):
+                # Act: at first at random over the whole action range, then with noise around the policy's action.
+                sigma = anneal(args.exploration_noise, args.exploration_noise_end, run.global_step + 1, budget)
+                if run.global_step < args.learning_starts:
+                    actions = (rng.uniform(-1, 1, (args.num_envs, action_dim)) * scale + shift).astype(np.float32)
+                else:
+                    with torch.no_grad(): actions = agent.actor(to_device(obs.astype(np.float32))).cpu().numpy()
+                    noise = rng.standard_normal(actions.shape, np.float32)  # of each environment's own
+                    walk = ornstein_uhlenbeck(walk, noise, sigma) if args.noise == "ou" else sigma * noise
+                    actions = (actions + walk * scale).clip(shift - scale, shift + scale)
+                env_actions = actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
+                step_start = time.perf_counter()
+                with or_stop(3, f"{args.env_id} at step {run.global_step}", mend):
+                    next_obs, rewards, terminations, truncations, infos = envs.step(env_actions)
+                    require_finite(next_obs, rewards, *(x for x in infos.get("final_obs", ()) if x is not None))
+                run.environment_seconds += time.perf_counter() - step_start
+                run.global_step += args.num_envs
+
+                # Store what the step led to: where an episode ended its last observation, not the reset's.
+                dones, next_obs = terminations | truncations, next_obs.reshape(-1, obs_dim).copy()
+                led_to = next_obs.copy()
+                for i in np.flatnonzero(dones): led_to[i] = infos["final_obs"][i].ravel()
+                memory.add(obs, actions, rewards, led_to, terminations, truncations)
+                obs = next_obs
+                # The environment's own parts of the reward. Where an episode ended, infos already tell of the reset.
+                for info, which in ((infos, ~dones), (infos.get("final_info", {}), dones)):
+                    for key in (k for k in info if str(k)[:7] == "reward_" and np.asarray(info[k]).dtype.kind in "fiu"):
+                        reward_terms[key] = reward_terms.get(key, 0) + info[key][which].sum()
+                all_rewards.append(rewards.copy())
+                episode_returns, episode_lengths = episode_returns + rewards, episode_lengths + 1
+                for i in np.flatnonzero(dones):
+                    score, length = float(episode_returns[i]), float(episode_lengths[i])
+                    logger.log(run.global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
+                    run.last_returns = [*run.last_returns[-99:], score]
+                    episode_returns[i], episode_lengths[i], walk[i] = 0, 0, 0
+                    bar.set_postfix({"return": f"{np.mean(run.last_returns):.1f}"}, refresh=False)
+                bar.update(args.num_envs)
+
+                # Learn: as many updates as this step calls for.
+                update_start = time.perf_counter()
+                if len(memory) >= args.learning_starts: run.owed_updates += args.utd_ratio * args.num_envs
+                while run.owed_updates >= 1:
+                    run.owed_updates, run.updates = run.owed_updates - 1, run.updates + 1
+                    batch = memory.sample(rng, args.batch_size)
+                    noise = to_device(rng.standard_normal((args.batch_size, action_dim), np.float32))
+                    train_policy = run.updates % args.policy_period == 0
+                    stats = step_update(agent, optimizers, batch, noise, train_policy, args)
+                    rows.append(dict(zip(stats, torch.stack(tuple(stats.values())), strict=True)))
+                run.update_seconds += time.perf_counter() - update_start
+
+            # Metrics: losses are means over the interval, at whose end alone we wait for the GPU.
+            skipped = torch.stack([row["skipped"] for row in rows]).tolist() if rows else []
+            for row, bad in zip(rows, skipped, strict=True):  # bad: something was not finite
+                run.skipped_updates, bad_rows = run.skipped_updates + int(bad), [*bad_rows, row] if bad else []
+                if len(bad_rows) >= args.max_skipped_updates:
+                    what = next(name for name, value in bad_rows[0].items() if not value.isfinite())
+                    stop(3, f"{what} went bad first, {len(bad_rows)} updates skipped. Check rewards, learning rates.")
+            run.wall_seconds = time.perf_counter() - started
+            run.rest_seconds = run.wall_seconds - run.environment_seconds - run.update_seconds
+            means = {name: torch.stack([row[name] for row in rows if name in row]).nanmean()
+                     for name in {name: 0 for row in rows for name in row if name != "skipped"}}
+            steps, all_rewards = run.global_step - previous_step, np.stack(all_rewards)
+            logger.log(run.global_step, means | {
+                "losses/skipped_updates": run.skipped_updates, "charts/updates": run.updates,
+                "charts/learning_rate": args.learning_rate, "charts/exploration_noise": sigma,
+                "charts/reward_mean": all_rewards.mean(), "charts/reward_min": all_rewards.min(),
+                "charts/reward_max": all_rewards.max(),
+                "charts/SPS": steps / (time.perf_counter() - interval_start),
+                **{f"time/{part}": getattr(run, f"{part}_seconds") for part in ("environment", "update", "rest")},
+                **{f"rewards/{name.removeprefix('reward_')}": total / steps for name, total in reward_terms.items()}})
+
+    if last:
+        summary = {"steps": run.global_step, **{k: v for k, v in vars(run).items() if k.endswith("_seconds")},
+                   "steps_per_second": run.global_step / run.wall_seconds, "final_evaluation": eval_returns,
+                   "last_training_return": float(np.mean(run.last_returns)) if run.last_returns else None}
+        write_whole(run_dir / "summary.json", json.dumps(summary, indent=2))
+        print(f"evaluation at step {run.global_step}: {np.mean(eval_returns):.1f} +- {np.std(eval_returns):.1f}")
+    else: print("saved. Continue:", shlex.join(["python", sys.argv[0], "--resume", str(run_dir)]), flush=True)
+    if caught: raise SystemExit(128 + caught[0])
+    return {"global_step": run.global_step, **logger.last}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
