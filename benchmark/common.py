@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINING_RETURN, EVALUATION_RETURN, SPEED = "charts/episodic_return", "eval/episodic_return", "charts/SPS"
+TRAINING_RETURN, EVALUATION_RETURN = "charts/episodic_return", "eval/episodic_return"
+SPEED, UPDATE_SECONDS = "charts/SPS", "time/update"
 
 
 def slug(task: str) -> str:

@@ -6,9 +6,10 @@
 
 Sides take turns (ours, peer, ours, peer, ...), each repetition in a fresh process, with one thread and with two.
 Measured is the steady state, training included, default hyperparameters, no evaluation and no checkpoint: the speed of
-each window of steps (for PPO one rollout and the training on it) after a warm-up of three. A process counts with the
-median of its windows, a side with the median of its processes. Ratios are ours / peer, for each number of threads and
-for each side's best. Close everything else: a two-thread run collapses when another process holds a core.
+each window of steps (for PPO one rollout and the training on it) after a warm-up of three. Once for the whole loop, and
+once for the updates alone: the same steps over the time spent in updates. A process counts with the median of its
+windows, a side with the median of its processes. Ratios are ours / peer, for each number of threads and for each side's
+best. Close everything else: a two-thread run collapses when another process holds a core.
 """
 
 import itertools
@@ -26,9 +27,25 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tyro
-from common import ROOT, SPEED, commit, hardware, insert_table, now, read_json, read_metrics, refuse, sha256, write_json
+from common import (
+    ROOT,
+    SPEED,
+    UPDATE_SECONDS,
+    commit,
+    hardware,
+    insert_table,
+    now,
+    read_json,
+    read_metrics,
+    refuse,
+    sha256,
+    write_json,
+)
 
 WARM_UP = 3  # windows left out at the start
+OFF_POLICY_WINDOW = WARM_UP_STEPS = 250  # steps of SAC and TD3: a window; random ones at the start, inside the warm-up
+PARTS = {"loop": "whole loop", "update": "updates alone"}
+Speeds = dict[str, list[float]]  # "loop" and "update": steps per second of each window
 
 
 @dataclass
@@ -52,43 +69,55 @@ class Args:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Peers: each trains for `windows` windows and returns the speed of every one
+# Peers: each trains for `windows` windows and returns the speeds of every one
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def sb3_windows(model, windows: int) -> list[float]:
-    """Train a PPO of Stable-Baselines3; a window is one rollout of all its environments and the training on it."""
+def sb3_speeds(model, windows: int, window: int) -> Speeds:
+    """Train a model of Stable-Baselines3, whose rollouts (of a window in PPO, of a step else) and updates take turns."""
     from stable_baselines3.common.callbacks import BaseCallback
 
     class Clock(BaseCallback):
-        """Notes the time whenever a rollout starts, and when training is over."""
+        """Adds up the time spent between rollouts, and notes it with the time of day after every window of steps."""
 
         def __init__(self):
             super().__init__()
-            self.times = []
+            self.notes, self.updating, self.rollout_end = [], 0.0, time.perf_counter()
 
         def _on_rollout_start(self) -> None:
-            self.times.append(time.perf_counter())
+            now = time.perf_counter()
+            self.updating += now - self.rollout_end
+            if self.num_timesteps % window == 0:
+                self.notes.append((now, self.updating))
+
+        def _on_rollout_end(self) -> None:
+            self.rollout_end = time.perf_counter()
 
         def _on_training_end(self) -> None:
-            self.times.append(time.perf_counter())
+            self._on_rollout_start()
 
         def _on_step(self) -> bool:
             return True
 
-    clock, steps = Clock(), model.n_steps * model.n_envs
-    model.learn(windows * steps, callback=clock)
-    return [steps / (end - start) for start, end in itertools.pairwise(clock.times)]
+    clock = Clock()
+    model.learn(windows * window, callback=clock)
+    times, updating = zip(*clock.notes, strict=True)
+    return {"loop": speeds_of(times, window), "update": speeds_of(updating, window)}
 
 
-def sb3_ppo_halfcheetah(windows: int, device: str) -> list[float]:
+def speeds_of(seconds: Iterable[float], window: int) -> list[float]:
+    """Steps per second between neighbouring readings of a clock; 0 where it stood still (no update was made)."""
+    return [window / (end - start) if end > start else 0.0 for start, end in itertools.pairwise(seconds)]
+
+
+def sb3_ppo_halfcheetah(windows: int, device: str) -> Speeds:
     """Stable-Baselines3's PPO with its defaults, rollouts of 2048 steps."""
     from stable_baselines3 import PPO
 
-    return sb3_windows(PPO("MlpPolicy", "HalfCheetah-v5", seed=1, device=device), windows)
+    return sb3_speeds(PPO("MlpPolicy", "HalfCheetah-v5", seed=1, device=device), windows, 2048)
 
 
-def sb3_ppo_breakout(windows: int, device: str) -> list[float]:
+def sb3_ppo_breakout(windows: int, device: str) -> Speeds:
     """Stable-Baselines3's PPO with its own Atari wrappers and our hyperparameters, rollouts of 8 x 128 steps."""
     import ale_py  # noqa: F401  registers the games
     from stable_baselines3 import PPO
@@ -97,9 +126,48 @@ def sb3_ppo_breakout(windows: int, device: str) -> list[float]:
 
     game = {"frameskip": 1, "repeat_action_probability": 0.0}
     envs = VecFrameStack(make_atari_env("ALE/Breakout-v5", n_envs=8, seed=1, env_kwargs=game), n_stack=4)
-    model = PPO("CnnPolicy", envs, 2.5e-4, n_steps=128, batch_size=256, n_epochs=4, clip_range=0.1, clip_range_vf=0.1,
-                ent_coef=0.01, vf_coef=0.5, seed=1, device=device)
-    return sb3_windows(model, windows)
+    model = PPO(
+        "CnnPolicy",
+        envs,
+        2.5e-4,
+        n_steps=128,
+        batch_size=256,
+        n_epochs=4,
+        clip_range=0.1,
+        clip_range_vf=0.1,
+        ent_coef=0.01,
+        vf_coef=0.5,
+        seed=1,
+        device=device,
+    )
+    return sb3_speeds(model, windows, 8 * 128)
+
+
+def sb3_sac_halfcheetah(windows: int, device: str) -> Speeds:
+    """Stable-Baselines3's SAC, whose defaults are ours but for the warm-up."""
+    from stable_baselines3 import SAC
+
+    model = SAC("MlpPolicy", "HalfCheetah-v5", learning_starts=WARM_UP_STEPS, seed=1, device=device)
+    return sb3_speeds(model, windows, OFF_POLICY_WINDOW)
+
+
+def sb3_td3_halfcheetah(windows: int, device: str) -> Speeds:
+    """Stable-Baselines3's TD3 with our networks, learning rate and exploration noise."""
+    import numpy as np
+    from stable_baselines3 import TD3
+    from stable_baselines3.common.noise import NormalActionNoise
+
+    model = TD3(
+        "MlpPolicy",
+        "HalfCheetah-v5",
+        3e-4,
+        learning_starts=WARM_UP_STEPS,
+        policy_kwargs={"net_arch": [256, 256]},
+        action_noise=NormalActionNoise(np.zeros(6), np.full(6, 0.1)),
+        seed=1,
+        device=device,
+    )
+    return sb3_speeds(model, windows, OFF_POLICY_WINDOW)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,7 +182,7 @@ class Workload:
     script: str
     window: int  # steps a window, the unit of the script's budget; also its logging interval
     flags: list[str]
-    peers: dict[str, Callable[[int, str], list[float]]]
+    peers: dict[str, Callable[[int, str], Speeds]]
     variants: dict[str, list[str]] = field(default_factory=lambda: {"ours": []})
     packages: list[str] = field(default_factory=list)  # whose versions are recorded, beside those of the script's run
     budget_flag: str = "--total-timesteps"
@@ -143,6 +211,17 @@ WORKLOADS = {
         variants={"ours": [], "ours --compile": ["--compile"]},
         packages=["stable-baselines3", "torch", "gymnasium", "ale-py", "numpy"],
     ),
+    **{
+        script: Workload(
+            script=script,
+            window=OFF_POLICY_WINDOW,
+            flags=["--env-id", "HalfCheetah-v5", "--learning-starts", str(WARM_UP_STEPS)],
+            peers={peer.__name__: peer},
+            variants={"ours": [], "ours --compile": ["--compile"]},
+            packages=["stable-baselines3", "torch", "gymnasium", "mujoco", "numpy"],
+        )
+        for script, peer in (("sac", sb3_sac_halfcheetah), ("td3", sb3_td3_halfcheetah))
+    },
 }
 PEERS = {name: peer for workload in WORKLOADS.values() for name, peer in workload.peers.items()}
 
@@ -161,19 +240,21 @@ def in_fresh_process(command: list[str], threads: int, folder: str) -> str:
     return run.stdout
 
 
-def our_windows(
+def our_speeds(
     workload: Workload, windows: int, device: str, threads: int, variant: str = "ours"
-) -> tuple[list[float], str]:
-    """The speeds that the script itself logged, one a window, and the name of the device that it used."""
+) -> tuple[Speeds, str]:
+    """What the script itself logged, once a window, and the name of the device that it used."""
     with tempfile.TemporaryDirectory(prefix="speed_") as folder:
         _, _, *flags = workload.command(windows, device, variant)
         in_fresh_process([sys.executable, str(ROOT / f"{workload.script}.py"), *flags], threads, folder)
         (run,) = Path(folder, "runs").iterdir()
-        return [speed for _, speed in read_metrics(run, SPEED)[SPEED]], read_json(run / "config.json")["device"]
+        metrics = read_metrics(run, SPEED, UPDATE_SECONDS)
+        updating = speeds_of([0.0, *(seconds for _, seconds in metrics[UPDATE_SECONDS])], workload.window)
+        return {"loop": [v for _, v in metrics[SPEED]], "update": updating}, read_json(run / "config.json")["device"]
 
 
-def peer_windows(peer: str, windows: int, device: str, threads: int) -> list[float]:
-    """The speeds of a peer's windows, from a process of its own."""
+def peer_speeds(peer: str, windows: int, device: str, threads: int) -> Speeds:
+    """A peer's, from a process of its own."""
     script = str(Path(__file__).resolve())
     command = [sys.executable, script, "--peer", peer, "--windows", str(windows), "--device", device]
     with tempfile.TemporaryDirectory(prefix="speed_") as folder:
@@ -188,27 +269,31 @@ def measure(workload: Workload, args: Args) -> list[dict]:
             for side in (*workload.variants, *workload.peers):
                 load, windows, device = os.getloadavg()[0], args.windows + WARM_UP, args.device
                 if side in workload.variants:
-                    speeds, device = our_windows(workload, windows, device, threads, side)
+                    speeds, device = our_speeds(workload, windows, device, threads, side)
                 else:
-                    speeds = peer_windows(side, windows, device, threads)
-                speed = round(statistics.median(speeds[WARM_UP:]), 1)
-                print(f"{side:<24} {threads} threads, repetition {repetition}: {speed:9.1f} per second", flush=True)
-                entry = {"side": side, "threads": threads, "repetition": repetition, "device": device, "speed": speed}
-                measurements.append(entry | {"load_before": round(load, 2), "windows": [round(s, 1) for s in speeds]})
+                    speeds = peer_speeds(side, windows, device, threads)
+                entry = {"side": side, "threads": threads, "repetition": repetition, "device": device}
+                entry |= {part: round(statistics.median(speeds[part][WARM_UP:]), 1) for part in PARTS}
+                print(
+                    f"{side:<24} {threads} threads, repetition {repetition}: {entry['loop']:9.1f} per second",
+                    flush=True,
+                )
+                entry |= {f"{part}_windows": [round(speed, 1) for speed in speeds[part]] for part in PARTS}
+                measurements.append(entry | {"load_before": round(load, 2)})
     return measurements
 
 
-def medians_of(measurements: list[dict]) -> dict[str, dict[str, float]]:
+def medians_of(measurements: list[dict], part: str) -> dict[str, dict[str, float]]:
     """side -> number of threads -> median over the repetitions, and under `best` the highest of these."""
     speeds: dict[str, dict[str, list[float]]] = {}
     for entry in measurements:
-        speeds.setdefault(entry["side"], {}).setdefault(str(entry["threads"]), []).append(entry["speed"])
+        speeds.setdefault(entry["side"], {}).setdefault(str(entry["threads"]), []).append(entry[part])
     medians = {side: {t: statistics.median(s) for t, s in threads.items()} for side, threads in speeds.items()}
     return {side: threads | {"best": max(threads.values())} for side, threads in medians.items()}
 
 
 def ratios_of(medians: dict[str, dict[str, float]], peers: Iterable[str]) -> dict[str, dict[str, float]]:
-    """"variant / peer" -> number of threads, and `best` -> the variant's median over the peer's."""
+    """ "variant / peer" -> number of threads, and `best` -> the variant's median over the peer's."""
     ours = {side: speeds for side, speeds in medians.items() if side not in peers}
     return {
         f"{side} / {peer}": {key: round(speeds[key] / medians[peer][key], 2) for key in speeds}
@@ -217,23 +302,16 @@ def ratios_of(medians: dict[str, dict[str, float]], peers: Iterable[str]) -> dic
     }
 
 
-def report(name: str, medians: dict, ratios: dict) -> None:
-    columns = list(next(iter(medians.values())))
-    print(f"\n{name:<36}" + "".join(f"{c if c == 'best' else f'{c} threads':>14}" for c in columns))
-    for side, speeds in medians.items():
-        print(f"{side:<36}" + "".join(f"{speeds[column]:14.1f}" for column in columns))
-    for pair, values in ratios.items():
-        print(f"{pair:<36}" + "".join(f"{values[column]:14.2f}" for column in columns))
-    print()
-
-
-def markdown(medians: dict, ratios: dict, versions: dict) -> str:
-    """The same as report, for a page."""
-    columns = list(next(iter(medians.values())))
+def table_of(parts: dict[str, dict], versions: dict) -> str:
+    """Medians and ratios of the whole loop and of the updates alone, for the terminal and for a page."""
+    columns = list(next(iter(parts["loop"]["medians"].values())))
     names = [column if column == "best" else f"{column} thread{'s' * (column != '1')}" for column in columns]
     rows = [["", *names], ["---"] * (len(columns) + 1)]
-    rows += [[side, *(f"{speeds[column]:,.0f}" for column in columns)] for side, speeds in medians.items()]
-    rows += [[pair, *(f"**{values[column]:.2f}**" for column in columns)] for pair, values in ratios.items()]
+    for part, title in PARTS.items():
+        for side, speeds in parts[part]["medians"].items():
+            rows.append([f"{side}, {title}", *(f"{speeds[column]:,.0f}" for column in columns)])
+        for pair, values in parts[part]["ratios"].items():
+            rows.append([f"{pair}, {title}", *(f"**{values[column]:.2f}**" for column in columns)])
     used = ", ".join(f"{name} {number}" for name, number in versions.items())
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{used}."
 
@@ -256,9 +334,8 @@ def main(args: Args) -> None:
     for name in args.workloads or WORKLOADS:
         workload = WORKLOADS[name]
         measurements = measure(workload, args)
-        medians = medians_of(measurements)
-        ratios = ratios_of(medians, workload.peers)
-        report(name, medians, ratios)
+        medians = {part: medians_of(measurements, part) for part in PARTS}
+        parts = {p: {"medians": m, "ratios": ratios_of(m, workload.peers)} for p, m in medians.items()}
         path = args.results_dir / f"{workload.script}.json"
         entry = {
             "date": now(),
@@ -270,13 +347,13 @@ def main(args: Args) -> None:
             "command": shlex.join(["python", "benchmark/speed.py", "--workloads", name]),
             "our_command": shlex.join(workload.command(args.windows + WARM_UP, args.device)),
             "unit": f"steps per second, windows of {workload.window} steps, the first {WARM_UP} left out",
-            "medians": medians,
-            "ratios": ratios,
+            **parts,
             "measurements": measurements,
         }
         write_json(path, read_json(path) | {name: entry})
+        print(f"\n{name}\n{table_of(parts, entry['versions'])}\n")
         if args.table:
-            insert_table(args.table, "speed", markdown(medians, ratios, entry["versions"]))
+            insert_table(args.table, "speed", table_of(parts, entry["versions"]))
 
 
 if __name__ == "__main__":

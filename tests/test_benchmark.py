@@ -422,28 +422,42 @@ def test_a_page_without_markers_is_left_alone(content):
 def test_sides_take_turns_and_the_warm_up_is_left_out(monkeypatch, tmp_path):
     turns = []
 
+    def speeds(windows, loop):
+        measured = windows - speed.WARM_UP
+        return {
+            "loop": [1.0] * speed.WARM_UP + [loop] * measured,
+            "update": [0.0] * speed.WARM_UP + [loop + 5] * measured,
+        }
+
     def ours(workload, windows, device, threads, variant):
         turns.append((variant, threads))
-        return [1.0] * speed.WARM_UP + [100.0 * threads] * (windows - speed.WARM_UP), "cpu"
+        return speeds(windows, 100.0 * threads), "cpu"
 
     def peers(name, windows, device, threads):
         turns.append((name, threads))
-        return [1.0] * speed.WARM_UP + [80.0 / threads] * (windows - speed.WARM_UP)
+        return speeds(windows, 80.0 / threads)
 
-    monkeypatch.setattr(speed, "our_windows", ours)
-    monkeypatch.setattr(speed, "peer_windows", peers)
+    monkeypatch.setattr(speed, "our_speeds", ours)
+    monkeypatch.setattr(speed, "peer_speeds", peers)
     variants = {"ours": [], "ours --fast": ["--fast"]}
     workload = speed.Workload(script="fake", window=10, flags=[], peers={"peer": None}, variants=variants)
     measurements = speed.measure(workload, speed.Args(repetitions=2, windows=2))
     assert turns == [(side, threads) for threads in (1, 2) for side in ("ours", "ours --fast", "peer")] * 2
-    medians = speed.medians_of(measurements)
+    medians = speed.medians_of(measurements, "loop")
     ours, peer = {"1": 100.0, "2": 200.0, "best": 200.0}, {"1": 80.0, "2": 40.0, "best": 80.0}
     assert medians == {"ours": ours, "ours --fast": ours, "peer": peer}
     ratio = {"1": 1.25, "2": 5.0, "best": 2.5}
     assert speed.ratios_of(medians, workload.peers) == {"ours / peer": ratio, "ours --fast / peer": ratio}
     assert workload.command(1, "cpu", "ours --fast")[2] == "--fast"
-    table = speed.markdown(medians, speed.ratios_of(medians, workload.peers), {"torch": "2.13.0"})
-    assert "| ours / peer | **1.25** | **5.00** | **2.50** |" in table and "| peer | 80 | 40 | 80 |" in table
+    updates = speed.medians_of(measurements, "update")
+    assert updates["peer"] == {"1": 85.0, "2": 45.0, "best": 85.0}
+    parts = {
+        part: {"medians": m, "ratios": speed.ratios_of(m, workload.peers)}
+        for part, m in (("loop", medians), ("update", updates))
+    }
+    table = speed.table_of(parts, {"torch": "2.13.0"})
+    assert "| ours / peer, whole loop | **1.25** | **5.00** | **2.50** |" in table
+    assert "| peer, whole loop | 80 | 40 | 80 |" in table and "| peer, updates alone | 85 | 45 | 85 |" in table
 
 
 def test_our_speed_is_read_from_the_run(monkeypatch):
@@ -452,5 +466,22 @@ def test_our_speed_is_read_from_the_run(monkeypatch):
     monkeypatch.setattr(speed.Workload, "command", lambda *_: command)
     workload = speed.Workload(script="fake", window=1, flags=[], peers={})
     Path("fake.py").write_text(FAKE_SCRIPT.replace('"--runs-dir"', '"--runs-dir", default="runs"').replace("1000", "7"))
-    assert speed.our_windows(workload, 7, "cpu", 1) == ([5.0] * 7, "cpu")
+    speeds, device = speed.our_speeds(workload, 7, "cpu", 1, "ours")
+    assert speeds["loop"] == [5.0] * 7 and device == "cpu"
     assert not Path("runs").exists()
+
+
+def test_update_speed_is_steps_over_the_time_spent_in_updates():
+    """Readings of a clock that runs during updates only: none in the first window, then 2 and 4 seconds."""
+    assert speed.speeds_of([0.0, 0.0, 2.0, 6.0], 100) == [0.0, 50.0, 25.0]
+
+
+def test_clock_of_the_peer_tells_rollouts_from_updates():
+    """A real model of Stable-Baselines3, 3 windows of 50 steps, of which the first trains nothing."""
+    from stable_baselines3 import SAC
+
+    model = SAC("MlpPolicy", "Pendulum-v1", learning_starts=50, batch_size=4, policy_kwargs={"net_arch": [4]})
+    speeds = speed.sb3_speeds(model, 3, 50)
+    assert len(speeds["loop"]) == len(speeds["update"]) == 3
+    assert all(update > loop > 0 for update, loop in zip(speeds["update"], speeds["loop"], strict=True))
+    assert speeds["loop"][0] > speeds["loop"][1]
