@@ -202,9 +202,8 @@ def action_transform(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
 # ---------------------------------------------------------------------------------------------------------------------
 def mlp(inputs: int, outputs: int, hidden: int, layer_norm: bool = False) -> nn.Sequential:
     """Two hidden ReLU layers with PyTorch's own initialisation."""
-    norm = [nn.LayerNorm(hidden)] if layer_norm else []
-    return nn.Sequential(nn.Linear(inputs, hidden), *copy.deepcopy(norm), nn.ReLU(),
-                         nn.Linear(hidden, hidden), *copy.deepcopy(norm), nn.ReLU(), nn.Linear(hidden, outputs))
+    first, second = ([nn.Linear(n, hidden), *[nn.LayerNorm(hidden)] * layer_norm, nn.ReLU()] for n in (inputs, hidden))
+    return nn.Sequential(*first, *second, nn.Linear(hidden, outputs))
 
 
 class Actor(nn.Module):
@@ -262,10 +261,6 @@ class ReplayMemory:
                  "terminations": ((), torch.bool), "truncations": ((), torch.bool)}
         self.data = {k: torch.zeros((self.rows, num_envs, *shape), dtype=dtype, device=device)
                      for k, (shape, dtype) in kinds.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.nbytes for x in self.data.values())
 
     def __len__(self) -> int:
         return min(self.steps, self.rows) * self.num_envs
@@ -347,7 +342,7 @@ def soft_return(rewards: list[float], bonuses: list[float], tail: float, gamma: 
 # ---------------------------------------------------------------------------------------------------------------------
 # Update
 # ---------------------------------------------------------------------------------------------------------------------
-def update(agent: Agent, optimizers: list[torch.optim.Adam], batch: list[Tensor], noise: Tensor, subset: Tensor,
+def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Tensor], noise: Tensor, subset: Tensor,
            train_policy: bool, args: Args) -> dict[str, Tensor]:
     """One step of the critics and, if wanted, of policy and temperature. Detached scalars; no waiting for the GPU."""
     obs, actions, rewards, next_obs, terminations, _ = batch  # (B, ...)
@@ -360,7 +355,7 @@ def update(agent: Agent, optimizers: list[torch.optim.Adam], batch: list[Tensor]
     q = agent.critics(obs, actions)  # (E, B)
     loss = qf_loss(q, target)
     stats = {"losses/qf_loss": loss.detach(), "losses/qf_values": q.detach().mean(), "losses/alpha": alpha}
-    stats["losses/qf_grad_norm"], skipped = step(loss, optimizers[0], args.max_grad_norm)
+    stats["losses/qf_grad_norm"], skipped = step(loss, optimizers["critic"], args.max_grad_norm)
     with torch.no_grad():
         torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
     if train_policy:
@@ -370,12 +365,12 @@ def update(agent: Agent, optimizers: list[torch.optim.Adam], batch: list[Tensor]
         q = torch.func.functional_call(agent.critics, weights, (obs, new_actions))  # (E, B)
         loss = policy_loss(logprobs, q.amin(0) if args.critic_subset == args.num_critics else q.mean(0), alpha)
         stats |= {"losses/actor_loss": loss.detach(), "losses/entropy": -logprobs.detach().mean()}
-        stats["losses/actor_grad_norm"], bad = step(loss, optimizers[1], args.max_grad_norm)
+        stats["losses/actor_grad_norm"], bad = step(loss, optimizers["policy"], args.max_grad_norm)
         skipped = torch.maximum(skipped, bad)
         if args.autotune:
             loss = temperature_loss(agent.log_alpha, logprobs, agent.target_entropy)
             stats["losses/alpha_loss"] = loss.detach()
-            skipped = torch.maximum(skipped, step(loss, optimizers[2], math.inf)[1])
+            skipped = torch.maximum(skipped, step(loss, optimizers["temperature"], math.inf)[1])
     return stats | {"skipped": skipped}
 
 
@@ -411,20 +406,19 @@ def evaluate(args: Args, agent: Agent, run_dir: Path, name: str) -> tuple[list, 
     Then play as many with samples: their soft returns say by how much the critics overestimate. Episode k starts from
     the same seed in every evaluation. With --capture-video the first one is recorded.
     """
-    rng, returns, lengths, sampled, errors = np.random.default_rng([args.seed, 1]), [], [], [], []
+    rng = np.random.default_rng([args.seed, 1])
+    seeds = [(1_000_000 * (args.seed + 1) + k) % 2**31 for k in range(args.eval_episodes)]
     with or_stop(3, f"{args.env_id} in evaluation", "Mend it, then --resume."), contextlib.ExitStack() as stack:
         env = make_eval_env(args, args.seed, args.render_mode)
         if args.capture_video:
             env = gym.wrappers.RecordVideo(env, f"{run_dir}/videos", lambda k: k == 0, name_prefix=name)
         stack.callback(env.close)
-        for seed in ((1_000_000 * (args.seed + 1) + k) % 2**31 for k in range(args.eval_episodes)):
-            rewards, *_ = play(agent, env, seed, None)
-            returns.append(sum(rewards)), lengths.append(len(rewards))
-        for seed in ((1_000_000 * (args.seed + 1) + k) % 2**31 for k in range(args.eval_episodes)):
-            rewards, bonuses, first_q, tail = play(agent, env, seed, rng)
-            sampled.append(sum(rewards)), errors.append(first_q - soft_return(rewards, bonuses, tail, args.gamma))
+        modes, samples = ([play(agent, env, seed, noise) for seed in seeds] for noise in (None, rng))
+    returns, sampled_returns = ([sum(rewards) for rewards, *_ in episodes] for episodes in (modes, samples))
+    errors = [q - soft_return(rewards, bonuses, tail, args.gamma) for rewards, bonuses, q, tail in samples]
+    lengths = [len(rewards) for rewards, *_ in modes]
     return returns, {"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths),
-                     "eval/sampled_return": np.mean(sampled), "eval/q_overestimation": np.mean(errors)}
+                     "eval/sampled_return": np.mean(sampled_returns), "eval/q_overestimation": np.mean(errors)}
 
 
 @torch.no_grad()
@@ -667,15 +661,14 @@ def main(args: Args) -> dict[str, float]:
     space, (scale, shift) = envs.single_action_space, action_transform(envs.single_action_space)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(space.shape)
     agent = Agent(obs_dim, scale, shift, args).to(device)
-    learners = [agent.critics.parameters(), agent.actor.parameters(), [agent.log_alpha]]
-    rates = args.q_lr, args.policy_lr, args.q_lr
-    optimizers = [torch.optim.Adam(learner, rate, fused=True) for learner, rate in zip(learners, rates, strict=True)]
+    learners = {"critic": (agent.critics.parameters(), args.q_lr), "temperature": ([agent.log_alpha], args.q_lr),
+                "policy": (agent.actor.parameters(), args.policy_lr)}
+    optimizers = {name: torch.optim.Adam(weights, rate, fused=True) for name, (weights, rate) in learners.items()}
     memory = ReplayMemory(args.buffer_size, args.num_envs, obs_dim, action_dim, device)
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
     run = SimpleNamespace(global_step=0, updates=0, owed_updates=0.0, skipped_updates=0, last_returns=[],
                           environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
-    names = ("agent", "critic_optimizer", "policy_optimizer", "temperature_optimizer")
-    parts = dict(zip(names, (agent, *optimizers), strict=True))
+    parts = {"agent": agent, **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}}
     if checkpoint: restore(checkpoint, run, parts, rng)
     if args.evaluate:
         returns, evaluation = evaluate(args, agent, run_dir, f"evaluate_{time.time_ns()}")
@@ -688,8 +681,8 @@ def main(args: Args) -> dict[str, float]:
     mode = "reduce-overhead" if device.type == "cuda" else "default"  # with CUDA graphs on CUDA
     run_dir, step_update = logger.run_dir, torch.compile(update, mode=mode) if args.compile else update
     budget = args.total_timesteps // args.num_envs * args.num_envs
-    print(f"{args.env_id}: {budget} steps, replay memory of {memory.num_bytes / 2**20:.0f} MiB, "
-          f"on {device} {run_dir}", flush=True)
+    size = sum(x.nbytes for x in memory.data.values()) / 2**20
+    print(f"{args.env_id}: {budget} steps, replay memory of {size:.0f} MiB, on {device} {run_dir}", flush=True)
 
     to_device, bad_rows, previous_step = functools.partial(torch.as_tensor, device=device), [], run.global_step
     started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10

@@ -259,10 +259,6 @@ class ReplayMemory:
         self.data = {k: torch.zeros((self.rows, num_envs, *shape), dtype=dtype, device=device)
                      for k, (shape, dtype) in kinds.items()}
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.nbytes for x in self.data.values())
-
     def __len__(self) -> int:
         return min(self.steps, self.rows) * self.num_envs
 
@@ -342,8 +338,8 @@ def discounted_return(rewards: list[float], tail: float, gamma: float) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # Update
 # ---------------------------------------------------------------------------------------------------------------------
-def update(agent: Agent, optimizers: list[torch.optim.Adam], batch: list[Tensor], noise: Tensor, train_policy: bool,
-           args: Args) -> dict[str, Tensor]:
+def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Tensor], noise: Tensor,
+           train_policy: bool, args: Args) -> dict[str, Tensor]:
     """One step of the critics and, if wanted, of policy and targets. Detached scalars; no waiting for the GPU."""
     obs, actions, rewards, next_obs, terminations, _ = batch  # (B, ...); noise is standard normal, (B, D)
     scale, shift = agent.actor.scale, agent.actor.shift
@@ -358,13 +354,13 @@ def update(agent: Agent, optimizers: list[torch.optim.Adam], batch: list[Tensor]
     q = agent.critics(obs, actions)  # (2, B)
     loss = qf_loss(q, target)
     stats = {"losses/qf_loss": loss.detach(), "losses/qf_values": q.detach().mean()}
-    stats["losses/qf_grad_norm"], skipped = step(loss, optimizers[0], args.max_grad_norm)
+    stats["losses/qf_grad_norm"], skipped = step(loss, optimizers["critic"], args.max_grad_norm)
     if train_policy:
         # The policy follows the slope of the first critic, whose weights are constants here.
         weights = {name: weight.detach() for name, weight in agent.critics.named_parameters()}
         loss = policy_loss(torch.func.functional_call(agent.critics, weights, (obs, agent.actor(obs)))[0])
         stats["losses/actor_loss"] = loss.detach()
-        stats["losses/actor_grad_norm"], bad = step(loss, optimizers[1], args.max_grad_norm)
+        stats["losses/actor_grad_norm"], bad = step(loss, optimizers["policy"], args.max_grad_norm)
         skipped = torch.maximum(skipped, bad)
         with torch.no_grad():
             for slow, fast in ((agent.target_critics, agent.critics), (agent.target_actor, agent.actor)):
@@ -606,7 +602,8 @@ def check(args: Args) -> None:
     check_ranges(args, {
         "num_envs total_timesteps eval_episodes max_skipped_updates batch_size buffer_size": (1, 1e12),
         "learning_starts policy_frequency hidden_size": (1, 1e12), "learning_rate": (1e-12, 1e12),
-        "max_grad_norm": (1e-12, math.inf), "utd_ratio": (0, 1e4), "log_every": (1, 1e12), "eval_every checkpoint_every": (0, 1e12),
+        "max_grad_norm": (1e-12, math.inf), "utd_ratio": (0, 1e4), "log_every": (1, 1e12),
+        "eval_every checkpoint_every": (0, 1e12),
         "exploration_noise exploration_noise_end": (0, 1e6), "noise_clip": (1e-12, 1e6),
         "gamma": (0, 1), "tau": (1e-12, 1), "seed": (0, 2**31 - 1)})
     if args.total_timesteps < args.num_envs:
@@ -655,13 +652,13 @@ def main(args: Args) -> dict[str, float]:
     space, (scale, shift) = envs.single_action_space, action_transform(envs.single_action_space)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(space.shape)
     agent = Agent(obs_dim, scale, shift, args.hidden_size).to(device)
-    learners = agent.critics, agent.actor
-    optimizers = [torch.optim.Adam(x.parameters(), args.learning_rate, fused=True) for x in learners]
+    optimizers = {name: torch.optim.Adam(network.parameters(), args.learning_rate, fused=True)
+                  for name, network in (("critic", agent.critics), ("policy", agent.actor))}
     memory = ReplayMemory(args.buffer_size, args.num_envs, obs_dim, action_dim, device)
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
     run = SimpleNamespace(global_step=0, updates=0, owed_updates=0.0, skipped_updates=0, last_returns=[],
                           environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
-    parts = {"agent": agent, "critic_optimizer": optimizers[0], "policy_optimizer": optimizers[1]}
+    parts = {"agent": agent, **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}}
     if checkpoint: restore(checkpoint, run, parts, rng)
     if args.evaluate:
         returns, evaluation = evaluate(args, agent, run_dir, f"evaluate_{time.time_ns()}")
@@ -674,8 +671,8 @@ def main(args: Args) -> dict[str, float]:
     mode = "reduce-overhead" if device.type == "cuda" else "default"  # with CUDA graphs on CUDA
     run_dir, step_update = logger.run_dir, torch.compile(update, mode=mode) if args.compile else update
     budget = args.total_timesteps // args.num_envs * args.num_envs
-    print(f"{args.env_id}: {budget} steps, replay memory of {memory.num_bytes / 2**20:.0f} MiB, "
-          f"on {device} {run_dir}", flush=True)
+    size = sum(x.nbytes for x in memory.data.values()) / 2**20
+    print(f"{args.env_id}: {budget} steps, replay memory of {size:.0f} MiB, on {device} {run_dir}", flush=True)
 
     to_device, bad_rows, previous_step = functools.partial(torch.as_tensor, device=device), [], run.global_step
     started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10

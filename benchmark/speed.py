@@ -74,7 +74,7 @@ class Args:
 
 
 def sb3_speeds(model, windows: int, window: int) -> Speeds:
-    """Train a model of Stable-Baselines3, whose rollouts (of a window in PPO, of a step else) and updates take turns."""
+    """Train a model of Stable-Baselines3, whose rollouts (PPO: of a window, else of a step) and updates take turns."""
     from stable_baselines3.common.callbacks import BaseCallback
 
     class Clock(BaseCallback):
