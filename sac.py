@@ -124,7 +124,7 @@ class Args:
     utd_ratio: float = 1.0
     """critic updates per environment step, summed over environments (update-to-data ratio)"""
     policy_frequency: int | None = None
-    """critic updates per policy update; None = --utd-ratio (at least 1), that is one policy update per step"""
+    """critic updates per policy update; None = as many as there are per step (--utd-ratio, at least 1)"""
     num_critics: int = 2
     """critics"""
     critic_subset: int = 2
@@ -200,6 +200,7 @@ def action_transform(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Networks
 # ---------------------------------------------------------------------------------------------------------------------
+# differs from ppo_continuous.py: ReLU, PyTorch's initialisation, layer normalisation
 def mlp(inputs: int, outputs: int, hidden: int, layer_norm: bool = False) -> nn.Sequential:
     """Two hidden ReLU layers with PyTorch's own initialisation."""
     first, second = ([nn.Linear(n, hidden), *[nn.LayerNorm(hidden)] * layer_norm, nn.ReLU()] for n in (inputs, hidden))
@@ -236,6 +237,7 @@ class Critics(nn.Module):
         return torch.cat([network(x) for network in self.networks], -1).T
 
 
+# differs from ppo_continuous.py, ppo_atari.py: an actor, critics and their targets, a temperature
 class Agent(nn.Module):
     """All that is learned."""
 
@@ -322,6 +324,7 @@ def qf_loss(q: Tensor, target: Tensor) -> Tensor:
     return (q - target).square().mean(-1).sum()
 
 
+# differs from ppo_continuous.py, ppo_atari.py: entropy and critics
 def policy_loss(logprobs: Tensor, q: Tensor, alpha: Tensor | float) -> Tensor:
     """mean(alpha * log pi(a|s) - Q(s, a)), arXiv:1812.05905 eq. 9. All (B,)."""
     return (alpha * logprobs - q).mean()

@@ -121,8 +121,8 @@ class Args:
     """the target takes the smaller of two critics; otherwise the first one alone"""
     delayed_policy: bool = True
     """update policy and targets at every --policy-frequency-th update only; otherwise at each"""
-    policy_frequency: int = 2
-    """critic updates per policy update"""
+    policy_frequency: int | None = 2
+    """critic updates per policy update; None = as many as there are per step (--utd-ratio, at least 1)"""
     target_smoothing: bool = True
     """add clipped noise to the target's action"""
     policy_noise: float = 0.2
@@ -145,7 +145,7 @@ class Args:
     """clip range of the global gradient norm"""
 
     render_mode = property(lambda self: "rgb_array" if self.capture_video else None)
-    policy_period = property(lambda self: self.policy_frequency if self.delayed_policy else 1)
+    critics_per_policy_update = property(lambda self: self.policy_frequency or max(1, round(self.utd_ratio)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def action_transform(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Networks
 # ---------------------------------------------------------------------------------------------------------------------
-# differs from sac.py: no layer normalisation
+# differs from ppo_continuous.py, sac.py: ReLU, PyTorch's initialisation
 def mlp(inputs: int, outputs: int, hidden: int) -> nn.Sequential:
     """Two hidden ReLU layers with PyTorch's own initialisation."""
     return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
@@ -234,7 +234,7 @@ class Critics(nn.Module):
         return torch.cat([network(x) for network in self.networks], -1).T
 
 
-# differs from sac.py: a target of the policy, no temperature
+# differs from ppo_continuous.py, ppo_atari.py, sac.py: an actor and critics, targets of both
 class Agent(nn.Module):
     """All that is learned, and the slowly following targets."""
 
@@ -322,7 +322,7 @@ def qf_loss(q: Tensor, target: Tensor) -> Tensor:
     return (q - target).square().mean(-1).sum()
 
 
-# differs from sac.py: no entropy
+# differs from ppo_continuous.py, ppo_atari.py, sac.py: the critic alone
 def policy_loss(q: Tensor) -> Tensor:
     """-mean(Q(s, mu(s))), arXiv:1802.09477 eq. 4, (B,)."""
     return -q.mean()
@@ -745,7 +745,7 @@ def main(args: Args) -> dict[str, float]:
                     run.owed_updates, run.updates = run.owed_updates - 1, run.updates + 1
                     batch = memory.sample(rng, args.batch_size)
                     noise = to_device(rng.standard_normal((args.batch_size, action_dim), np.float32))
-                    train_policy = run.updates % args.policy_period == 0
+                    train_policy = not args.delayed_policy or run.updates % args.critics_per_policy_update == 0
                     stats = step_update(agent, optimizers, batch, noise, train_policy, args)
                     rows.append(dict(zip(stats, torch.stack(tuple(stats.values())), strict=True)))
                 run.update_seconds += time.perf_counter() - update_start

@@ -21,7 +21,10 @@ from packaging.utils import canonicalize_name
 SCRIPTS = sync.find_scripts()
 PYTHONS = ("3.11", "3.12", "3.13")
 # Tasks of the short runs; the first one is also that of the recipes (test_recipes.py). Pendulum-v1 is cut at 200 steps.
-TASKS = {"ppo_continuous.py": ("Pendulum-v1", "HalfCheetah-v5"), "ppo_atari.py": ("ALE/Breakout-v5",)}
+TASKS = {
+    "ppo_atari.py": ("ALE/Breakout-v5",),
+    **{f"{name}.py": ("Pendulum-v1", "HalfCheetah-v5") for name in ("ppo_continuous", "sac", "td3")},
+}
 # What makes a run short. A script is given those that it has.
 SHORT = {
     "total_timesteps": 256,
@@ -32,6 +35,7 @@ SHORT = {
     "eval_episodes": 1,
     "eval_every": 0,
     "log_every": 128,
+    "learning_starts": 100,
 }
 
 
