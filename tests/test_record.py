@@ -290,7 +290,7 @@ def test_reference_scores_given():
 def test_reference_scores_measured(monkeypatch):
     """Random actions cover the whole range from seeds of their own; the expert's is the mean return of its mode."""
     Line.seen.clear()
-    expert = trained("td3", "Scaled-v0")
+    expert = trained("sac", "Scaled-v0")
     monkeypatch.setattr(record, "reference_scores", measured := Spy(record.reference_scores))
     dataset = recorded(trained("sac", "Scaled-v0"), steps=4, ref_max_score=0.0, ref_episodes=30)
     drawn = np.array(Line.seen[-124:-4])  # 30 episodes of 4 steps, then the dataset's
@@ -304,9 +304,9 @@ def test_reference_scores_measured(monkeypatch):
     assert minari.get_normalized_score(dataset, np.float64(0)) == 1
 
     dataset = recorded(expert, dataset="two-v0", steps=4, ref_min_score=-1e6, expert=expert, ref_episodes=3)
-    (agent, args), rng = whole_agent("td3", "Scaled-v0"), np.random.default_rng([1, 1])
-    env = td3.make_eval_env(args, 0)
-    wanted = np.mean([sum(td3.play(agent, env, int(rng.integers(2**31)))[0]) for _ in range(3)])
+    (agent, args), rng = whole_agent("sac", "Scaled-v0"), np.random.default_rng([1, 1])
+    env = sac.make_eval_env(args, 0)
+    wanted = np.mean([sum(sac.play(agent, env, int(rng.integers(2**31)), None)[0]) for _ in range(3)])
     assert dataset.storage.metadata["ref_max_score"] == pytest.approx(wanted, rel=1e-12)
     assert dataset.storage.metadata["num_episodes_average_score"] == 3
 
