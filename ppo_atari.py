@@ -48,11 +48,10 @@ Differs from the paper (most are the customary details of PPO implementations; d
 Read `main` first, then "The math".
 """
 
-import contextlib, dataclasses, datetime, functools, importlib.metadata, json, math
-import os, random, shlex, signal, subprocess, sys, time
+import collections.abc, contextlib, dataclasses, datetime, functools, importlib.metadata, json, math
+import os, random, shlex, signal, subprocess, sys, time, types
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import ale_py, gymnasium as gym, numpy as np, torch, torch.distributed as dist, tyro
 from stable_baselines3.common.atari_wrappers import AtariWrapper
@@ -61,7 +60,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 gym.register_envs(ale_py), ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
-SCRIPT, FORMAT_VERSION = Path(__file__).stem, 1
+SCRIPT, FORMAT = Path(__file__).stem, 1
 
 
 @dataclasses.dataclass
@@ -340,12 +339,12 @@ def update(agent: Agent, optimizer: torch.optim.Adam, minibatch: tuple[Tensor, .
     stats = {"losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.detach(),
              "losses/entropy": entropy.detach(), "losses/old_approx_kl": -logratio.mean(),
              "losses/approx_kl": approx_kl(logratio), "losses/clipfrac": clip_fraction(logratio, args.clip_coef)}
-    step = untraced_gradient_step if torch.compiler.is_compiling() else gradient_step
-    stats["losses/grad_norm"], stats["skipped"] = step(loss, optimizer, args.max_grad_norm)
+    stats["losses/grad_norm"], stats["skipped"] = gradient_step(loss, optimizer, args.max_grad_norm)
     return stats
 
 
 # differs from ppo_continuous.py: the gradient is the mean over torchrun's processes
+@torch.compiler.disable  # a compiled update has its backward pass compiled already; tracing fused Adam only costs time
 def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> tuple[Tensor, Tensor]:
     """Backward, average over processes, clip, step. Returns (gradient norm before clipping, 1 if skipped or 0).
 
@@ -365,12 +364,6 @@ def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: floa
     optimizer.found_inf = 1 - torch.isfinite(loss.squeeze() + grad_norm).float()
     optimizer.step()
     return grad_norm, optimizer.found_inf
-
-
-@torch.compiler.disable
-def untraced_gradient_step(*arguments) -> tuple[Tensor, Tensor]:
-    """The same for a compiled update: the backward pass is compiled already, and tracing fused Adam only costs time."""
-    return gradient_step(*arguments)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -478,25 +471,23 @@ def check_writable(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def or_stop(code: int, what: str, advice: str, *errors: type[Exception]):
-    """Turn errors of these types, or of any if none is named, into stop()."""
-    try:
-        yield
-    except errors or (Exception,) as error:  # noqa: B030
-        stop(code, f"{what}: {error!r}. {advice}")
+def or_stop(code: int, what: str, advice: str, errors: tuple[type[Exception], ...] = (Exception,)):
+    """Turn errors of these types into stop()."""
+    try: yield
+    except errors as error: stop(code, f"{what}: {error!r}. {advice}")
 
 
 def writing(path: Path):
     """Stop with exit code 3 when something cannot be written, on a full disk say (torch.save: RuntimeError)."""
-    return or_stop(3, f"cannot write {path}", "Older files are whole: make room and --resume.", OSError, RuntimeError)
+    return or_stop(3, f"cannot write {path}", "Older files are whole: make room and --resume.", (OSError, RuntimeError))
 
 
-def write_whole(path: Path, content: str | dict) -> None:
-    """Replace a file in one step (a dict through torch.save): a kill leaves the old one or the new one."""
+def write_whole(path: Path, content: str | collections.abc.Callable[[BinaryIO], None]) -> None:
+    """Replace a file in one step by text or by what a function writes: a kill leaves the old one or the new one."""
     with writing(path), contextlib.ExitStack() as stack:
         stack.callback(Path(f"{path}.tmp").unlink, missing_ok=True)
         with open(f"{path}.tmp", "wb") as file:
-            torch.save(content, file) if isinstance(content, dict) else file.write(content.encode())
+            content(file) if callable(content) else file.write(content.encode())
             file.flush(), os.fsync(file.fileno())
         os.replace(f"{path}.tmp", path)
 
@@ -540,10 +531,11 @@ class Logger:
         if self.wandb: self.wandb.finish()
 
 
-def save_checkpoint(path: Path, args, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+def save_checkpoint(path: Path, args, run: types.SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
     """Flags, counters, random generator and the state_dict of every part."""
-    write_whole(path, {"format_version": FORMAT_VERSION, "script": SCRIPT, "flags": vars(args), "run": vars(run),
-                       "parts": {k: part.state_dict() for k, part in parts.items()}, "rng": rng.bit_generator.state})
+    state = {"format_version": FORMAT, "script": SCRIPT, "flags": vars(args), "run": vars(run),
+             "parts": {k: part.state_dict() for k, part in parts.items()}, "rng": rng.bit_generator.state}
+    write_whole(path, functools.partial(torch.save, state))
 
 
 def load_checkpoint(args, changeable: set[str]) -> tuple:
@@ -554,14 +546,13 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     if args.resume and args.evaluate: stop(2, "--resume and --evaluate exclude each other. Give one of them.")
     path = args.evaluate if args.resume is None else args.resume
     if path is None: return args, None, None
-    file, hint = Path(path), f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py."
-    file = file / "checkpoint.pt" if file.is_dir() else file
+    file = Path(path, "checkpoint.pt") if Path(path).is_dir() else Path(path)
+    hint, ours = f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py.", f"{SCRIPT}.py, format {FORMAT}"
     # Whatever the file system, the zip reader or the unpickler may say:
     with or_stop(2, f"{file} is missing or no checkpoint", hint):
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         made_by, flags = f"{checkpoint['script']}.py, format {checkpoint['format_version']}", checkpoint["flags"]
-    if made_by != f"{SCRIPT}.py, format {FORMAT_VERSION}":
-        stop(2, f"{file} is a checkpoint of {made_by}, not {SCRIPT}.py, format {FORMAT_VERSION}. {hint}")
+    if made_by != ours: stop(2, f"{file} is a checkpoint of {made_by}, not {ours}. {hint}")
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if getattr(args, f.name) != f.default}
     for name in (n for n in given.keys() - changeable if given[n] != flags.get(n)):
         stop(2, f"--{name.replace('_', '-')} {given[name]} is {flags.get(name)} in the checkpoint. Leave it out.")
@@ -571,7 +562,7 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     return dataclasses.replace(args, **known), checkpoint, file.parent if at_home else None
 
 
-def restore(checkpoint: dict, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+def restore(checkpoint: dict, run: types.SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
     """Put the state of a checkpoint back in place, or refuse one that does not fit."""
     with or_stop(2, "the checkpoint does not fit this environment", "Use the one that it was trained on."):
         for name, part in parts.items(): part.load_state_dict(checkpoint["parts"][name])
@@ -658,7 +649,7 @@ def main(args: Args) -> dict[str, float]:
     # The learning rate is a tensor, so that a compiled update sees it change.
     optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(args.learning_rate), eps=args.adam_eps, fused=True)
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
-    run = SimpleNamespace(iteration=0, global_step=0, skipped_updates=0, last_returns=[],
+    run = types.SimpleNamespace(iteration=0, global_step=0, skipped_updates=0, last_returns=[],
                           environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
     parts = {"agent": agent, "optimizer": optimizer}
     if checkpoint: restore(checkpoint, run, parts, rng)
@@ -670,8 +661,8 @@ def main(args: Args) -> dict[str, float]:
 
     join_processes(args, device, list(agent.state_dict().values()))
     logger = Logger(run_dir, args, device, run.global_step) if chief else None
-    mode = "reduce-overhead" if device.type == "cuda" else "default"  # with CUDA graphs on CUDA
-    step_update = torch.compile(update, mode=mode) if args.compile else update
+    # reduce-overhead: CUDA graphs on CUDA; on the CPU the same as the default mode.
+    step_update = torch.compile(update, mode="reduce-overhead") if args.compile else update
     if chief:
         run_dir = logger.run_dir
         print(f"{args.env_id}, sticky actions {args.sticky_actions}: {args.num_iterations} rollouts of "
