@@ -48,16 +48,15 @@ Differs from the paper (most are the customary details of PPO implementations; d
 Read `main` first, then "The math".
 """
 
-import collections.abc, contextlib, dataclasses, datetime, functools, importlib.metadata, json, math
-import os, random, shlex, signal, subprocess, sys, time, types
+import collections.abc, contextlib, dataclasses, datetime, functools, importlib.metadata, itertools
+import json, math, os, random, shlex, signal, subprocess, sys, time, types
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-import ale_py, gymnasium as gym, numpy as np, torch, torch.distributed as dist, tyro
+import ale_py, gymnasium as gym, numpy as np, torch, torch.distributed as dist, tqdm, tyro
 from stable_baselines3.common.atari_wrappers import AtariWrapper
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 gym.register_envs(ale_py), ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
 SCRIPT, FORMAT = Path(__file__).stem, 1
@@ -169,12 +168,11 @@ def make_envs(args: Args, num_envs: int, seed: int) -> gym.vector.VectorEnv:
 
     ale-py's own vector environment: uint8 (num_envs, 4, 84, 84) grey frames, four emulator frames per step, raw
     rewards. With life_loss_info a lost life sets `terminated` but the game goes on (episodic_life would restart it).
+    `seed` is for environments that want one when they are made: these get theirs at their reset.
     """
-    envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
+    return gym.make_vec(args.env_id, num_envs, "vector_entry_point", autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
                         life_loss_info=True, reward_clipping=False, repeat_action_probability=args.sticky_actions,
                         noop_max=args.noop_max, num_threads=torch.get_num_threads())
-    envs.action_space.seed(seed)
-    return envs
 
 
 def make_eval_env(args: Args, seed: int, render_mode: str | None = None) -> gym.Env:
@@ -182,9 +180,7 @@ def make_eval_env(args: Args, seed: int, render_mode: str | None = None) -> gym.
     env = gym.make(args.env_id, frameskip=1, repeat_action_probability=args.sticky_actions, render_mode=render_mode)
     env = AtariWrapper(env, noop_max=args.noop_max, terminal_on_life_loss=False, clip_reward=False)  # (84, 84, 1)
     env = gym.wrappers.ReshapeObservation(env, env.observation_space.shape[:2])
-    env = gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")  # (4, 84, 84), as in training
-    env.action_space.seed(seed)
-    return env
+    return gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")  # (4, 84, 84), as in training
 
 
 def game_over(terminated: np.ndarray, truncated: np.ndarray, frame: np.ndarray, last_frame: np.ndarray) -> np.ndarray:
@@ -369,31 +365,27 @@ def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: floa
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluate
 # ---------------------------------------------------------------------------------------------------------------------
-def evaluate(args: Args, agent: Agent, run_dir: Path, name: str) -> tuple[list, dict]:
+def evaluate(args: Args, agent: Agent, folder: Path, name: str) -> tuple[list, dict]:
     """Play `--eval-episodes` whole games, sampling actions: (every score, the `eval/*` metrics).
 
-    Game k starts from the same seed in every evaluation. With --capture-video the first one is recorded.
+    Game k starts from the same seed in every evaluation. With --capture-video the first one is recorded in `folder`.
     """
     device, rng = agent.actor.weight.device, np.random.default_rng([args.seed, 1])
     scores, lengths = np.zeros((2, args.eval_episodes))
     with or_stop(3, f"{args.env_id} in evaluation", "Mend it, then --resume."), contextlib.ExitStack() as stack:
-        games = []
-        for k in range(args.eval_episodes):
-            env = make_eval_env(args, args.seed, args.render_mode if k == 0 else None)
-            if args.capture_video and k == 0:  # 60 frames a second, of which every fourth is shown
-                env = gym.wrappers.RecordVideo(env, f"{run_dir}/videos", lambda _: True, name_prefix=name, fps=15)
-            stack.callback(env.close), games.append(env)
-        seeds = [(1_000_000 * (args.seed + 1) + k) % 2**31 for k in range(args.eval_episodes)]
-        obs = np.stack([env.reset(seed=seed)[0] for env, seed in zip(games, seeds, strict=True)])
-        playing = np.arange(args.eval_episodes)
-        while len(playing):  # all games side by side, for one forward pass per step
+        games = [make_eval_env(args, args.seed, args.render_mode) for _ in scores]
+        # The first episode of the first game: 60 frames a second, of which every fourth is shown.
+        if args.capture_video: games[0] = gym.wrappers.RecordVideo(games[0], folder, name_prefix=name, fps=15)
+        for game in games: stack.callback(game.close)
+        obs = np.stack([game.reset(seed=(1_000_000 * (args.seed + 1) + k) % 2**31)[0] for k, game in enumerate(games)])
+        over = np.zeros(args.eval_episodes, bool)
+        while not over.all():  # all games side by side, for one forward pass per step
+            playing = np.flatnonzero(~over)
             with torch.no_grad(): logits = agent(torch.as_tensor(obs[playing], device=device))[0].cpu().numpy()
-            actions, over = sample_actions(logits, rng.gumbel(size=logits.shape)), np.zeros(len(playing), bool)
-            for i, (k, action) in enumerate(zip(playing, actions, strict=True)):
+            for k, action in zip(playing, sample_actions(logits, rng.gumbel(size=logits.shape)), strict=True):
                 obs[k], reward, terminated, truncated, _ = games[k].step(action)
                 require_finite(reward)
-                over[i], scores[k], lengths[k] = terminated or truncated, scores[k] + reward, lengths[k] + 1
-            playing = playing[~over]
+                over[k], scores[k], lengths[k] = terminated or truncated, scores[k] + reward, lengths[k] + 1
     return scores.tolist(), {"eval/episodic_return": scores.mean(), "eval/episodic_length": lengths.mean()}
 
 
@@ -618,8 +610,7 @@ def check(args: Args) -> None:
     advice = "Try an Atari game, ALE/Pong-v5 say; dqn.py (vectors) or ppo_continuous.py (continuous actions) for others"
     with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
         envs, env = make_envs(args, 1, args.seed), make_eval_env(args, args.seed, args.render_mode)
-        env.reset(seed=args.seed)
-        if args.capture_video: importlib.import_module("moviepy"), env.render()
+        if args.capture_video: importlib.import_module("moviepy"), env.reset(seed=args.seed), env.render()
         envs.close(), env.close()
         obs, act = envs.single_observation_space, envs.single_action_space
         images = obs.dtype == np.uint8 and len(obs.shape) == 3 and min(obs.shape[1:]) >= 36
@@ -655,9 +646,9 @@ def main(args: Args) -> dict[str, float]:
     if checkpoint: restore(checkpoint, run, parts, rng)
     if args.evaluate:
         if not chief: return {}
-        scores, evaluation = evaluate(args, agent, run_dir, f"evaluate_{time.time_ns()}")
+        scores, metrics = evaluate(args, agent, run_dir / "videos", f"evaluate_{time.time_ns()}")
         print(f"{args.env_id}, sticky actions {args.sticky_actions}: mean {np.mean(scores):.2f} of", *scores)
-        return evaluation
+        return metrics
 
     join_processes(args, device, list(agent.state_dict().values()))
     logger = Logger(run_dir, args, device, run.global_step) if chief else None
@@ -672,7 +663,7 @@ def main(args: Args) -> dict[str, float]:
     observations, logits, values, actions, rewards, terminations, dones = rollout
     to_device, bad_rows, previous_step = functools.partial(torch.as_tensor, device=device), [], run.global_step
     started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10
-    bar = tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False,
+    bar = tqdm.tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False,
                disable=not chief)
     with contextlib.closing(envs), bar, contextlib.ExitStack() as stack:
         if chief: stack.callback(logger.close)
@@ -686,12 +677,12 @@ def main(args: Args) -> dict[str, float]:
         while True:
             # Between two rollouts: save (at the end and when told to stop, too), evaluate (at step 0 and the end, too).
             last, first = run.iteration >= args.num_iterations, not checkpoint and run.iteration == 0 < args.eval_every
-            told_to_stop = [signum for signums in gather(caught) for signum in signums]
+            told_to_stop = list(itertools.chain(*gather(caught)))  # by a signal to any of the processes
             if chief and (last or told_to_stop or crossed(args.checkpoint_every, previous_step, run.global_step)):
                 save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
             if chief and (first or last or crossed(args.eval_every, previous_step, run.global_step)):
-                eval_scores, evaluation = evaluate(args, agent, run_dir, f"step_{run.global_step}")
-                logger.log(run.global_step, evaluation, videos=f"step_{run.global_step}")
+                eval_scores, metrics = evaluate(args, agent, run_dir / "videos", f"step_{run.global_step}")
+                logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
             if last or told_to_stop: break
 
             # Schedules: full at the first iteration; the last still has 1/num_iterations of the way to go.
@@ -726,14 +717,13 @@ def main(args: Args) -> dict[str, float]:
             # Advantages, from the values of the policy that made the rollout.
             update_start = time.perf_counter()
             with torch.no_grad():
-                actions_t, rewards_t, terminations_t, dones_t = map(to_device, (actions, rewards, terminations, dones))
+                actions_t, rewards_t, *ends = map(to_device, (actions, rewards, terminations, dones))
                 # V of the next row; at the frame limit V of the last observation; after a death compute_gae takes none.
                 next_values = torch.cat([values[1:], agent(to_device(obs))[1][None]])
                 # finals came step by step, environment by environment: the order of a boolean index over (T, N).
-                next_values[dones_t & ~terminations_t] = agent(to_device(np.concatenate(finals)))[1]
-                clipped_rewards = rewards_t.clamp(-args.clip_reward, args.clip_reward)  # one scale for all games
-                advantages, returns = compute_gae(clipped_rewards, values, next_values, terminations_t, dones_t,
-                                                  args.gamma, args.gae_lambda)
+                next_values[to_device(dones & ~terminations)] = agent(to_device(np.concatenate(finals)))[1]
+                clipped = rewards_t.clamp(-args.clip_reward, args.clip_reward)  # one scale for all games
+                advantages, returns = compute_gae(clipped, values, next_values, *ends, args.gamma, args.gae_lambda)
                 old_logprobs = categorical_log_prob(logits, actions_t)
             # Each (T * N, ...):
             batch = [x.flatten(0, 1) for x in (observations, actions_t, old_logprobs, advantages, returns, values)]
@@ -742,43 +732,39 @@ def main(args: Args) -> dict[str, float]:
             # The coefficient is a tensor, so that a compiled update sees it change.
             coefficient, rows = torch.tensor(ent_coef, device=device), []
             for _ in range(args.update_epochs):
-                order = to_device(rng.permutation(len(batch[0])))
-                for minibatch in order.tensor_split(args.num_minibatches):
+                for minibatch in to_device(rng.permutation(len(batch[0]))).tensor_split(args.num_minibatches):
                     stats = step_update(agent, optimizer, [x[minibatch] for x in batch], coefficient, args)
                     rows.append(torch.stack(tuple(stats.values())))
                 kl = torch.stack(rows[-args.num_minibatches:])[:, list(stats).index("losses/approx_kl")].nanmean()
-                if args.target_kl is not None and joint_mean(kl) > args.target_kl: break
+                if args.target_kl and joint_mean(kl) > args.target_kl: break
             table = joint_mean(torch.stack(rows)).cpu().numpy()  # (updates, metrics): the only wait for the GPU
             run.update_seconds += time.perf_counter() - update_start
 
             for row in table:  # the last column says whether the update was skipped, because something was not finite
                 bad_rows = [*bad_rows, row] if row[-1] else []
                 if len(bad_rows) >= args.max_skipped_updates:
-                    what = list(stats)[np.flatnonzero(~np.isfinite(bad_rows[0]))[0]]
+                    what = list(stats)[np.isfinite(bad_rows[0]).argmin()]
                     stop(3, f"{what} went bad first, {len(bad_rows)} updates skipped. Check rewards, --learning-rate.")
             run.skipped_updates += round(float(table[:, -1].sum()))
 
             # Metrics: losses are means over the last epoch; scores are those of whole games, in the game's own points.
-            episodes = sorted(episode for part in gather(episodes) for episode in part)
-            run.last_returns = [*run.last_returns, *(score for _, score, _ in episodes)][-100:]
+            for step, score, length in sorted(itertools.chain(*gather(episodes))):
+                run.last_returns = [*run.last_returns[-99:], score]
+                if chief: logger.log(step, {"charts/episodic_return": score, "charts/episodic_length": length})
             run.wall_seconds = time.perf_counter() - started
             run.rest_seconds = run.wall_seconds - run.environment_seconds - run.update_seconds
-            if chief:
-                for step, score, length in episodes:
-                    logger.log(step, {"charts/episodic_return": score, "charts/episodic_length": length})
             if run.iteration == args.num_iterations or crossed(args.log_every, previous_step, run.global_step):
                 means = np.ma.masked_invalid(table[-args.num_minibatches:, :-1]).mean(0).filled(np.nan)
-                everyones = gather((rewards, values.cpu(), returns.cpu()))
-                all_rewards, *tensors = (np.concatenate(x, 1) for x in zip(*everyones, strict=True))
-                all_values, all_returns = map(torch.as_tensor, tensors)
+                everyones = (gather(x.cpu()) for x in (rewards_t, values, returns))
+                all_rewards, all_values, all_returns = (torch.cat(shares, 1) for shares in everyones)
                 if chief: logger.log(run.global_step, dict(zip(stats, means, strict=False)) | {
                     "losses/explained_variance": explained_variance(all_values, all_returns),
                     "losses/ent_coef": ent_coef, "losses/value_mean": all_values.mean(),
                     "losses/skipped_updates": run.skipped_updates, "charts/reward_mean": all_rewards.mean(),
                     "charts/reward_min": all_rewards.min(), "charts/reward_max": all_rewards.max(),
-                    "charts/update_epochs": len(rows) // args.num_minibatches, "charts/learning_rate": rate,
-                    "charts/SPS": args.batch_size / (time.perf_counter() - rollout_start),
-                    **{f"time/{part}": getattr(run, f"{part}_seconds") for part in ("environment", "update", "rest")}})
+                    "charts/SPS": args.batch_size / (time.perf_counter() - rollout_start), "charts/learning_rate": rate,
+                    "charts/update_epochs": len(rows) // args.num_minibatches, "time/update": run.update_seconds,
+                    "time/environment": run.environment_seconds, "time/rest": run.rest_seconds})
             bar.set_postfix({"return": f"{np.mean(run.last_returns):.1f}" if run.last_returns else "-"}, refresh=False)
             bar.update(args.batch_size)
 
