@@ -49,7 +49,7 @@ Read `main` first, then "The math".
 """
 
 import collections.abc, contextlib, dataclasses, datetime, functools, importlib.metadata, itertools
-import json, math, os, random, shlex, signal, subprocess, sys, time, types
+import json, math, os, random, re, shlex, signal, subprocess, sys, time, types
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -185,7 +185,7 @@ def make_eval_env(args: Args, seed: int, render_mode: str | None = None) -> gym.
 
 def game_over(terminated: np.ndarray, truncated: np.ndarray, frame: np.ndarray, last_frame: np.ndarray) -> np.ndarray:
     """Where a game has ended and a new one begun, (N,): a lost life is `terminated`, too, but the game's count of
-    frames goes on. All (N,); frame and last_frame are the emulator's episode_frame_number after and before the step.
+    frames goes on. frame and last_frame are the emulator's episode_frame_number after and before the step, or both 0.
     """
     return truncated | (terminated & (frame <= last_frame))
 
@@ -455,13 +455,6 @@ def check_ranges(args, ranges: dict[str, tuple[float, float]]) -> None:
             stop(2, f"--{name.replace('_', '-')} {value} is outside [{low:g}, {high:g}]. Choose a value inside.")
 
 
-def check_writable(folder: str) -> None:
-    """Refuse a folder that could not be made or written, without making it."""
-    path = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    if not path.is_dir() or not os.access(path, os.W_OK):
-        stop(2, f"cannot write in {folder}: {path} is no folder with write permission. Choose another --runs-dir.")
-
-
 @contextlib.contextmanager
 def or_stop(code: int, what: str, advice: str, errors: tuple[type[Exception], ...] = (Exception,)):
     """Turn errors of these types into stop()."""
@@ -492,12 +485,11 @@ class Logger:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}".replace("/", "-")
         self.run_dir, self.wandb, self.last = run_dir or Path(args.runs_dir) / name, None, {}
         self.path = self.run_dir / "metrics.csv"
-        with writing(self.run_dir):
+        with or_stop(2, f"cannot write in {args.runs_dir}", "Choose another --runs-dir.", (OSError,)):
             self.run_dir.mkdir(parents=True, exist_ok=run_dir is not None)
-            rows = self.path.read_text().splitlines(keepends=True)[1:] if self.path.exists() else []
             self.tensorboard = SummaryWriter(self.run_dir, purge_step=resume_step + 1 if run_dir else None)
-        rows = [r for r in rows if r.endswith("\n") and r[0].isdigit() and int(r.split(",")[0]) <= resume_step]
-        write_whole(self.path, "".join(["step,metric,value\n", *rows]))
+        rows = re.findall(r"^\d+,.*\n", self.path.read_text() if self.path.exists() else "", re.MULTILINE)
+        write_whole(self.path, "step,metric,value\n" + "".join(r for r in rows if int(r.split(",")[0]) <= resume_step))
         commit = subprocess.getoutput(f"git -C {shlex.quote(str(Path(__file__).resolve().parent))} rev-parse HEAD 2>&-")
         versions = {d.name: d.version for d in importlib.metadata.distributions()} | {"python": sys.version.split()[0]}
         config = {"script": SCRIPT, "flags": vars(args), "versions": versions, "commit": commit or None,
@@ -572,8 +564,7 @@ def catch_signals(stack: contextlib.ExitStack) -> list[int]:
         print("\nstopping after this rollout (once more: at once, without saving)", file=sys.stderr, flush=True)
 
     with contextlib.suppress(ValueError):  # only the main thread may do this
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, signum, signal.signal(signum, handler))
+        for sig in (signal.SIGINT, signal.SIGTERM): stack.callback(signal.signal, sig, signal.signal(sig, handler))
     return caught
 
 
@@ -585,7 +576,7 @@ def crossed(every: int, before: int, after: int) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 # ---------------------------------------------------------------------------------------------------------------------
-def check(args: Args) -> None:
+def check(args: Args) -> torch.device:
     """Refuse, with exit code 2 and before anything is written, whatever can be known to be wrong before training."""
     check_ranges(args, {
         "num_envs total_timesteps num_steps num_minibatches update_epochs eval_episodes max_skipped_updates": (1, 1e12),
@@ -598,8 +589,6 @@ def check(args: Args) -> None:
         stop(2, f"--total-timesteps {args.total_timesteps} is under one rollout of {args.batch_size} steps. Raise it.")
     if args.local_envs * args.num_steps // args.num_minibatches < 1 + args.norm_adv:
         stop(2, f"--num-minibatches {args.num_minibatches} leaves too few of {args.batch_size} samples each. Lower it.")
-    if not args.evaluate: check_writable(args.runs_dir)
-    choose_device(args.device)
     if len(f"{args.env_id}{args.exp_name}".encode()) > 200: stop(2, "the run's name is too long. Shorten --exp-name.")
     with or_stop(2, "--track", "Install wandb, then `wandb login` or set WANDB_MODE=offline."):
         wandb = importlib.import_module("wandb") if args.track else None
@@ -617,6 +606,7 @@ def check(args: Args) -> None:
         if not images or not isinstance(act, gym.spaces.Discrete):
             raise TypeError(f"it needs images (channels, height, width) and discrete actions, not {obs} and {act}")
         if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP: raise TypeError("not SAME_STEP")
+    return choose_device(args.device)
 
 
 # What may differ from the checkpoint's flags under --resume and --evaluate: budget, device and logging.
@@ -631,8 +621,7 @@ def main(args: Args) -> dict[str, float]:
     """
     # Evaluation may start from other seeds than training did.
     args, checkpoint, run_dir = load_checkpoint(args, CHANGEABLE | ({"seed"} if args.evaluate else set()))
-    check(args)
-    device, rng = choose_device(args.device), seed_everything(args.seed, args.torch_deterministic)
+    device, rng = check(args), seed_everything(args.seed, args.torch_deterministic)
     first_env, chief = args.rank * args.local_envs, args.rank == 0
     envs = make_envs(args, args.local_envs, args.seed + first_env)
     obs_shape, num_actions = envs.single_observation_space.shape, int(envs.single_action_space.n)
@@ -654,10 +643,9 @@ def main(args: Args) -> dict[str, float]:
     logger = Logger(run_dir, args, device, run.global_step) if chief else None
     # reduce-overhead: CUDA graphs on CUDA; on the CPU the same as the default mode.
     step_update = torch.compile(update, mode="reduce-overhead") if args.compile else update
-    if chief:
-        run_dir = logger.run_dir
-        print(f"{args.env_id}, sticky actions {args.sticky_actions}: {args.num_iterations} rollouts of "
-              f"{args.batch_size} steps on {args.world_size} x {device} {run_dir}", flush=True)
+    run_dir = logger.run_dir if chief else None
+    if chief: print(f"{args.env_id}, sticky actions {args.sticky_actions}: {args.num_iterations} rollouts of "
+                    f"{args.batch_size} steps on {args.world_size} x {device} {run_dir}", flush=True)
 
     rollout = rollout_memory((args.num_steps, args.local_envs), obs_shape, num_actions, device)
     observations, logits, values, actions, rewards, terminations, dones = rollout
@@ -671,8 +659,7 @@ def main(args: Args) -> dict[str, float]:
         with or_stop(3, f"{args.env_id} at its reset", mend):
             # (The emulator's seeds are 32-bit, and those of the environments follow this one.)
             obs, infos = envs.reset(seed=(args.seed + first_env + run.global_step) % (2**31 - args.num_envs))
-        no_frame = np.zeros(args.local_envs, np.int64)
-        frame = infos.get("episode_frame_number", no_frame)  # without it every done is the end of a game
+        frame = infos.get("episode_frame_number", 0)  # without it every done is the end of a game
         scores, lengths = np.zeros((2, args.local_envs))
         while True:
             # Between two rollouts: save (at the end and when told to stop, too), evaluate (at step 0 and the end, too).
@@ -708,7 +695,7 @@ def main(args: Args) -> dict[str, float]:
                 dones[t] = terminations[t] | truncated
                 # final_obs has meaning only where a game has ended: at a lost life the next observation is obs.
                 finals += [infos["final_obs"][i][None] for i in np.flatnonzero(truncated & ~terminations[t])]
-                last_frame, frame = frame, infos.get("episode_frame_number", no_frame)
+                last_frame, frame = frame, infos.get("episode_frame_number", 0)
                 scores, lengths = scores + rewards[t], lengths + 1
                 for i in np.flatnonzero(game_over(terminations[t], truncated, frame, last_frame)):
                     episodes.append((run.global_step, float(scores[i]), float(lengths[i])))

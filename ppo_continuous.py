@@ -48,7 +48,7 @@ Read `main` first, then "The math".
 """
 
 import collections.abc, contextlib, dataclasses, functools, importlib.metadata, json, math
-import os, random, shlex, signal, subprocess, sys, time, types
+import os, random, re, shlex, signal, subprocess, sys, time, types
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -466,13 +466,6 @@ def check_ranges(args, ranges: dict[str, tuple[float, float]]) -> None:
             stop(2, f"--{name.replace('_', '-')} {value} is outside [{low:g}, {high:g}]. Choose a value inside.")
 
 
-def check_writable(folder: str) -> None:
-    """Refuse a folder that could not be made or written, without making it."""
-    path = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    if not path.is_dir() or not os.access(path, os.W_OK):
-        stop(2, f"cannot write in {folder}: {path} is no folder with write permission. Choose another --runs-dir.")
-
-
 @contextlib.contextmanager
 def or_stop(code: int, what: str, advice: str, errors: tuple[type[Exception], ...] = (Exception,)):
     """Turn errors of these types into stop()."""
@@ -503,12 +496,11 @@ class Logger:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}".replace("/", "-")
         self.run_dir, self.wandb, self.last = run_dir or Path(args.runs_dir) / name, None, {}
         self.path = self.run_dir / "metrics.csv"
-        with writing(self.run_dir):
+        with or_stop(2, f"cannot write in {args.runs_dir}", "Choose another --runs-dir.", (OSError,)):
             self.run_dir.mkdir(parents=True, exist_ok=run_dir is not None)
-            rows = self.path.read_text().splitlines(keepends=True)[1:] if self.path.exists() else []
             self.tensorboard = SummaryWriter(self.run_dir, purge_step=resume_step + 1 if run_dir else None)
-        rows = [r for r in rows if r.endswith("\n") and r[0].isdigit() and int(r.split(",")[0]) <= resume_step]
-        write_whole(self.path, "".join(["step,metric,value\n", *rows]))
+        rows = re.findall(r"^\d+,.*\n", self.path.read_text() if self.path.exists() else "", re.MULTILINE)
+        write_whole(self.path, "step,metric,value\n" + "".join(r for r in rows if int(r.split(",")[0]) <= resume_step))
         commit = subprocess.getoutput(f"git -C {shlex.quote(str(Path(__file__).resolve().parent))} rev-parse HEAD 2>&-")
         versions = {d.name: d.version for d in importlib.metadata.distributions()} | {"python": sys.version.split()[0]}
         config = {"script": SCRIPT, "flags": vars(args), "versions": versions, "commit": commit or None,
@@ -583,8 +575,7 @@ def catch_signals(stack: contextlib.ExitStack) -> list[int]:
         print("\nstopping after this rollout (once more: at once, without saving)", file=sys.stderr, flush=True)
 
     with contextlib.suppress(ValueError):  # only the main thread may do this
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, signum, signal.signal(signum, handler))
+        for sig in (signal.SIGINT, signal.SIGTERM): stack.callback(signal.signal, sig, signal.signal(sig, handler))
     return caught
 
 
@@ -596,7 +587,7 @@ def crossed(every: int, before: int, after: int) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 # ---------------------------------------------------------------------------------------------------------------------
-def check(args: Args) -> None:
+def check(args: Args) -> torch.device:
     """Refuse, with exit code 2 and before anything is written, whatever can be known to be wrong before training."""
     check_ranges(args, {
         "num_envs total_timesteps num_steps num_minibatches update_epochs eval_episodes max_skipped_updates": (1, 1e12),
@@ -607,8 +598,6 @@ def check(args: Args) -> None:
         stop(2, f"--total-timesteps {args.total_timesteps} is under one rollout of {args.batch_size} steps. Raise it.")
     if args.batch_size // args.num_minibatches < 1 + args.norm_adv:
         stop(2, f"--num-minibatches {args.num_minibatches} leaves too few of {args.batch_size} samples each. Lower it.")
-    if not args.evaluate: check_writable(args.runs_dir)
-    choose_device(args.device)
     if len(f"{args.env_id}{args.exp_name}".encode()) > 200: stop(2, "the run's name is too long. Shorten --exp-name.")
     with or_stop(2, "--track", "Install wandb, then `wandb login` or set WANDB_MODE=offline."):
         wandb = importlib.import_module("wandb") if args.track else None
@@ -625,6 +614,7 @@ def check(args: Args) -> None:
         if not all(isinstance(s, gym.spaces.Box) for s in (obs, act)) or len(obs.shape) > 2 or act.dtype.kind != "f":
             raise TypeError(f"it needs a Box of numbers and a Box of floats, not {obs} and {act}")
         if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP: raise TypeError("not SAME_STEP")
+    return choose_device(args.device)
 
 
 # What may differ from the checkpoint's flags under --resume and --evaluate: budget, device and logging.
@@ -636,8 +626,7 @@ def main(args: Args) -> dict[str, float]:
     """Train (or, with --evaluate, only evaluate) and return the last value of every metric."""
     # Evaluation may start from other seeds than training did.
     args, checkpoint, run_dir = load_checkpoint(args, CHANGEABLE | ({"seed"} if args.evaluate else set()))
-    check(args)
-    device, rng = choose_device(args.device), seed_everything(args.seed, args.torch_deterministic)
+    device, rng = check(args), seed_everything(args.seed, args.torch_deterministic)
     envs = make_envs(args, args.num_envs, args.seed)
     space, (scale, shift) = envs.single_action_space, action_transform(envs.single_action_space)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(space.shape)
@@ -652,8 +641,7 @@ def main(args: Args) -> dict[str, float]:
     if checkpoint: restore(checkpoint, run, parts, rng)
 
     def normalize(raw: np.ndarray) -> np.ndarray:
-        clip_obs = args.clip_obs if args.norm_obs else None
-        return obs_rms.normalize(raw.reshape(-1, obs_dim), clip_obs).astype(np.float32)
+        return obs_rms.normalize(raw.reshape(-1, obs_dim), args.clip_obs if args.norm_obs else None).astype(np.float32)
 
     if args.evaluate:
         returns, metrics = evaluate(args, agent, normalize, run_dir / "videos", f"evaluate_{time.time_ns()}")
@@ -678,7 +666,7 @@ def main(args: Args) -> dict[str, float]:
         caught, mend = catch_signals(stack), "Mend the environment, then --resume."
         with or_stop(3, f"{args.env_id} at its reset", mend):
             require_finite(raw_obs := envs.reset(seed=(args.seed + run.global_step) % 2**31)[0])
-        episode_returns, episode_lengths = np.zeros((2, args.num_envs))
+        sums, steps = np.zeros((2, args.num_envs))  # of the running episodes: their rewards' sums, their lengths
         while True:
             # Between two rollouts: save (at the end and when told to stop, too), evaluate (at step 0 and the end, too).
             last, first = run.iteration >= args.num_iterations, not checkpoint and run.iteration == 0 < args.eval_every
@@ -718,13 +706,12 @@ def main(args: Args) -> dict[str, float]:
                 for info, which in ((infos, ~dones[t]), (infos.get("final_info", {}), dones[t])):
                     for key in (k for k in info if str(k)[:7] == "reward_" and np.asarray(info[k]).dtype.kind in "fiu"):
                         reward_terms[f"rewards/{key[7:]}"] += info[key][which].sum() / args.batch_size
-                episode_returns, episode_lengths = episode_returns + rewards[t], episode_lengths + 1
+                sums, steps = sums + rewards[t], steps + 1
                 for i in np.flatnonzero(dones[t]):
                     if not terminations[t, i]: finals.append(normalize(infos["final_obs"][i]))  # a time limit
-                    score, length = float(episode_returns[i]), float(episode_lengths[i])
-                    logger.log(run.global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
-                    run.last_returns = [*run.last_returns[-99:], score]
-                    episode_returns[i], episode_lengths[i] = 0, 0
+                    logger.log(run.global_step, {"charts/episodic_return": sums[i], "charts/episodic_length": steps[i]})
+                    run.last_returns = [*run.last_returns[-99:], float(sums[i])]
+                    sums[i], steps[i] = 0, 0
 
             # Advantages, from the values of the policy that made the rollout.
             update_start = time.perf_counter()
