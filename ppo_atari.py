@@ -48,20 +48,18 @@ Differs from the paper (most are the customary details of PPO implementations; d
 Read `main` first, then "The math".
 """
 
-import contextlib, dataclasses, datetime, functools, importlib.metadata, json, math
-import os, random, shlex, signal, subprocess, sys, time
+import collections.abc, contextlib, dataclasses, datetime, functools, importlib.metadata, itertools
+import json, math, os, random, re, shlex, signal, subprocess, sys, time, types
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal
+from typing import BinaryIO, Literal
 
-import ale_py, gymnasium as gym, numpy as np, torch, torch.distributed as dist, tyro
+import ale_py, gymnasium as gym, numpy as np, torch, torch.distributed as dist, tqdm, tyro
 from stable_baselines3.common.atari_wrappers import AtariWrapper
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 gym.register_envs(ale_py), ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
-SCRIPT, FORMAT_VERSION = Path(__file__).stem, 1
+SCRIPT, FORMAT = Path(__file__).stem, 1
 
 
 @dataclasses.dataclass
@@ -170,12 +168,11 @@ def make_envs(args: Args, num_envs: int, seed: int) -> gym.vector.VectorEnv:
 
     ale-py's own vector environment: uint8 (num_envs, 4, 84, 84) grey frames, four emulator frames per step, raw
     rewards. With life_loss_info a lost life sets `terminated` but the game goes on (episodic_life would restart it).
+    `seed` is for environments that want one when they are made: these get theirs at their reset.
     """
-    envs = gym.make_vec(args.env_id, num_envs, "vector_entry_point", autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
+    return gym.make_vec(args.env_id, num_envs, "vector_entry_point", autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
                         life_loss_info=True, reward_clipping=False, repeat_action_probability=args.sticky_actions,
                         noop_max=args.noop_max, num_threads=torch.get_num_threads())
-    envs.action_space.seed(seed)
-    return envs
 
 
 def make_eval_env(args: Args, seed: int, render_mode: str | None = None) -> gym.Env:
@@ -183,14 +180,12 @@ def make_eval_env(args: Args, seed: int, render_mode: str | None = None) -> gym.
     env = gym.make(args.env_id, frameskip=1, repeat_action_probability=args.sticky_actions, render_mode=render_mode)
     env = AtariWrapper(env, noop_max=args.noop_max, terminal_on_life_loss=False, clip_reward=False)  # (84, 84, 1)
     env = gym.wrappers.ReshapeObservation(env, env.observation_space.shape[:2])
-    env = gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")  # (4, 84, 84), as in training
-    env.action_space.seed(seed)
-    return env
+    return gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")  # (4, 84, 84), as in training
 
 
 def game_over(terminated: np.ndarray, truncated: np.ndarray, frame: np.ndarray, last_frame: np.ndarray) -> np.ndarray:
     """Where a game has ended and a new one begun, (N,): a lost life is `terminated`, too, but the game's count of
-    frames goes on. All (N,); frame and last_frame are the emulator's episode_frame_number after and before the step.
+    frames goes on. frame and last_frame are the emulator's episode_frame_number after and before the step, or both 0.
     """
     return truncated | (terminated & (frame <= last_frame))
 
@@ -340,12 +335,12 @@ def update(agent: Agent, optimizer: torch.optim.Adam, minibatch: tuple[Tensor, .
     stats = {"losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.detach(),
              "losses/entropy": entropy.detach(), "losses/old_approx_kl": -logratio.mean(),
              "losses/approx_kl": approx_kl(logratio), "losses/clipfrac": clip_fraction(logratio, args.clip_coef)}
-    step = untraced_gradient_step if torch.compiler.is_compiling() else gradient_step
-    stats["losses/grad_norm"], stats["skipped"] = step(loss, optimizer, args.max_grad_norm)
+    stats["losses/grad_norm"], stats["skipped"] = gradient_step(loss, optimizer, args.max_grad_norm)
     return stats
 
 
 # differs from ppo_continuous.py: the gradient is the mean over torchrun's processes
+@torch.compiler.disable  # a compiled update has its backward pass compiled already; tracing fused Adam only costs time
 def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> tuple[Tensor, Tensor]:
     """Backward, average over processes, clip, step. Returns (gradient norm before clipping, 1 if skipped or 0).
 
@@ -367,40 +362,30 @@ def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: floa
     return grad_norm, optimizer.found_inf
 
 
-@torch.compiler.disable
-def untraced_gradient_step(*arguments) -> tuple[Tensor, Tensor]:
-    """The same for a compiled update: the backward pass is compiled already, and tracing fused Adam only costs time."""
-    return gradient_step(*arguments)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluate
 # ---------------------------------------------------------------------------------------------------------------------
-def evaluate(args: Args, agent: Agent, run_dir: Path, name: str) -> tuple[list, dict]:
+def evaluate(args: Args, agent: Agent, folder: Path, name: str) -> tuple[list, dict]:
     """Play `--eval-episodes` whole games, sampling actions: (every score, the `eval/*` metrics).
 
-    Game k starts from the same seed in every evaluation. With --capture-video the first one is recorded.
+    Game k starts from the same seed in every evaluation. With --capture-video the first one is recorded in `folder`.
     """
     device, rng = agent.actor.weight.device, np.random.default_rng([args.seed, 1])
     scores, lengths = np.zeros((2, args.eval_episodes))
     with or_stop(3, f"{args.env_id} in evaluation", "Mend it, then --resume."), contextlib.ExitStack() as stack:
-        games = []
-        for k in range(args.eval_episodes):
-            env = make_eval_env(args, args.seed, args.render_mode if k == 0 else None)
-            if args.capture_video and k == 0:  # 60 frames a second, of which every fourth is shown
-                env = gym.wrappers.RecordVideo(env, f"{run_dir}/videos", lambda _: True, name_prefix=name, fps=15)
-            stack.callback(env.close), games.append(env)
-        seeds = [(1_000_000 * (args.seed + 1) + k) % 2**31 for k in range(args.eval_episodes)]
-        obs = np.stack([env.reset(seed=seed)[0] for env, seed in zip(games, seeds, strict=True)])
-        playing = np.arange(args.eval_episodes)
-        while len(playing):  # all games side by side, for one forward pass per step
+        games = [make_eval_env(args, args.seed, args.render_mode) for _ in scores]
+        # The first episode of the first game: 60 frames a second, of which every fourth is shown.
+        if args.capture_video: games[0] = gym.wrappers.RecordVideo(games[0], folder, name_prefix=name, fps=15)
+        for game in games: stack.callback(game.close)
+        obs = np.stack([game.reset(seed=(1_000_000 * (args.seed + 1) + k) % 2**31)[0] for k, game in enumerate(games)])
+        over = np.zeros(args.eval_episodes, bool)
+        while not over.all():  # all games side by side, for one forward pass per step
+            playing = np.flatnonzero(~over)
             with torch.no_grad(): logits = agent(torch.as_tensor(obs[playing], device=device))[0].cpu().numpy()
-            actions, over = sample_actions(logits, rng.gumbel(size=logits.shape)), np.zeros(len(playing), bool)
-            for i, (k, action) in enumerate(zip(playing, actions, strict=True)):
+            for k, action in zip(playing, sample_actions(logits, rng.gumbel(size=logits.shape)), strict=True):
                 obs[k], reward, terminated, truncated, _ = games[k].step(action)
                 require_finite(reward)
-                over[i], scores[k], lengths[k] = terminated or truncated, scores[k] + reward, lengths[k] + 1
-            playing = playing[~over]
+                over[k], scores[k], lengths[k] = terminated or truncated, scores[k] + reward, lengths[k] + 1
     return scores.tolist(), {"eval/episodic_return": scores.mean(), "eval/episodic_length": lengths.mean()}
 
 
@@ -470,33 +455,24 @@ def check_ranges(args, ranges: dict[str, tuple[float, float]]) -> None:
             stop(2, f"--{name.replace('_', '-')} {value} is outside [{low:g}, {high:g}]. Choose a value inside.")
 
 
-def check_writable(folder: str) -> None:
-    """Refuse a folder that could not be made or written, without making it."""
-    path = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    if not path.is_dir() or not os.access(path, os.W_OK):
-        stop(2, f"cannot write in {folder}: {path} is no folder with write permission. Choose another --runs-dir.")
-
-
 @contextlib.contextmanager
-def or_stop(code: int, what: str, advice: str, *errors: type[Exception]):
-    """Turn errors of these types, or of any if none is named, into stop()."""
-    try:
-        yield
-    except errors or (Exception,) as error:  # noqa: B030
-        stop(code, f"{what}: {error!r}. {advice}")
+def or_stop(code: int, what: str, advice: str, errors: tuple[type[Exception], ...] = (Exception,)):
+    """Turn errors of these types into stop()."""
+    try: yield
+    except errors as error: stop(code, f"{what}: {error!r}. {advice}")
 
 
 def writing(path: Path):
     """Stop with exit code 3 when something cannot be written, on a full disk say (torch.save: RuntimeError)."""
-    return or_stop(3, f"cannot write {path}", "Older files are whole: make room and --resume.", OSError, RuntimeError)
+    return or_stop(3, f"cannot write {path}", "Older files are whole: make room and --resume.", (OSError, RuntimeError))
 
 
-def write_whole(path: Path, content: str | dict) -> None:
-    """Replace a file in one step (a dict through torch.save): a kill leaves the old one or the new one."""
+def write_whole(path: Path, content: str | collections.abc.Callable[[BinaryIO], None]) -> None:
+    """Replace a file in one step by text or by what a function writes: a kill leaves the old one or the new one."""
     with writing(path), contextlib.ExitStack() as stack:
         stack.callback(Path(f"{path}.tmp").unlink, missing_ok=True)
         with open(f"{path}.tmp", "wb") as file:
-            torch.save(content, file) if isinstance(content, dict) else file.write(content.encode())
+            content(file) if callable(content) else file.write(content.encode())
             file.flush(), os.fsync(file.fileno())
         os.replace(f"{path}.tmp", path)
 
@@ -509,12 +485,11 @@ class Logger:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}".replace("/", "-")
         self.run_dir, self.wandb, self.last = run_dir or Path(args.runs_dir) / name, None, {}
         self.path = self.run_dir / "metrics.csv"
-        with writing(self.run_dir):
+        with or_stop(2, f"cannot write in {args.runs_dir}", "Choose another --runs-dir.", (OSError,)):
             self.run_dir.mkdir(parents=True, exist_ok=run_dir is not None)
-            rows = self.path.read_text().splitlines(keepends=True)[1:] if self.path.exists() else []
             self.tensorboard = SummaryWriter(self.run_dir, purge_step=resume_step + 1 if run_dir else None)
-        rows = [r for r in rows if r.endswith("\n") and r[0].isdigit() and int(r.split(",")[0]) <= resume_step]
-        write_whole(self.path, "".join(["step,metric,value\n", *rows]))
+        rows = re.findall(r"^\d+,.*\n", self.path.read_text() if self.path.exists() else "", re.MULTILINE)
+        write_whole(self.path, "step,metric,value\n" + "".join(r for r in rows if int(r.split(",")[0]) <= resume_step))
         commit = subprocess.getoutput(f"git -C {shlex.quote(str(Path(__file__).resolve().parent))} rev-parse HEAD 2>&-")
         versions = {d.name: d.version for d in importlib.metadata.distributions()} | {"python": sys.version.split()[0]}
         config = {"script": SCRIPT, "flags": vars(args), "versions": versions, "commit": commit or None,
@@ -540,10 +515,11 @@ class Logger:
         if self.wandb: self.wandb.finish()
 
 
-def save_checkpoint(path: Path, args, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+def save_checkpoint(path: Path, args, run: types.SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
     """Flags, counters, random generator and the state_dict of every part."""
-    write_whole(path, {"format_version": FORMAT_VERSION, "script": SCRIPT, "flags": vars(args), "run": vars(run),
-                       "parts": {k: part.state_dict() for k, part in parts.items()}, "rng": rng.bit_generator.state})
+    state = {"format_version": FORMAT, "script": SCRIPT, "flags": vars(args), "run": vars(run),
+             "parts": {k: part.state_dict() for k, part in parts.items()}, "rng": rng.bit_generator.state}
+    write_whole(path, functools.partial(torch.save, state))
 
 
 def load_checkpoint(args, changeable: set[str]) -> tuple:
@@ -554,14 +530,13 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     if args.resume and args.evaluate: stop(2, "--resume and --evaluate exclude each other. Give one of them.")
     path = args.evaluate if args.resume is None else args.resume
     if path is None: return args, None, None
-    file, hint = Path(path), f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py."
-    file = file / "checkpoint.pt" if file.is_dir() else file
+    file = Path(path, "checkpoint.pt") if Path(path).is_dir() else Path(path)
+    hint, ours = f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py.", f"{SCRIPT}.py, format {FORMAT}"
     # Whatever the file system, the zip reader or the unpickler may say:
     with or_stop(2, f"{file} is missing or no checkpoint", hint):
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         made_by, flags = f"{checkpoint['script']}.py, format {checkpoint['format_version']}", checkpoint["flags"]
-    if made_by != f"{SCRIPT}.py, format {FORMAT_VERSION}":
-        stop(2, f"{file} is a checkpoint of {made_by}, not {SCRIPT}.py, format {FORMAT_VERSION}. {hint}")
+    if made_by != ours: stop(2, f"{file} is a checkpoint of {made_by}, not {ours}. {hint}")
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if getattr(args, f.name) != f.default}
     for name in (n for n in given.keys() - changeable if given[n] != flags.get(n)):
         stop(2, f"--{name.replace('_', '-')} {given[name]} is {flags.get(name)} in the checkpoint. Leave it out.")
@@ -571,7 +546,7 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     return dataclasses.replace(args, **known), checkpoint, file.parent if at_home else None
 
 
-def restore(checkpoint: dict, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+def restore(checkpoint: dict, run: types.SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
     """Put the state of a checkpoint back in place, or refuse one that does not fit."""
     with or_stop(2, "the checkpoint does not fit this environment", "Use the one that it was trained on."):
         for name, part in parts.items(): part.load_state_dict(checkpoint["parts"][name])
@@ -589,8 +564,7 @@ def catch_signals(stack: contextlib.ExitStack) -> list[int]:
         print("\nstopping after this rollout (once more: at once, without saving)", file=sys.stderr, flush=True)
 
     with contextlib.suppress(ValueError):  # only the main thread may do this
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, signum, signal.signal(signum, handler))
+        for sig in (signal.SIGINT, signal.SIGTERM): stack.callback(signal.signal, sig, signal.signal(sig, handler))
     return caught
 
 
@@ -602,7 +576,7 @@ def crossed(every: int, before: int, after: int) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 # ---------------------------------------------------------------------------------------------------------------------
-def check(args: Args) -> None:
+def check(args: Args) -> torch.device:
     """Refuse, with exit code 2 and before anything is written, whatever can be known to be wrong before training."""
     check_ranges(args, {
         "num_envs total_timesteps num_steps num_minibatches update_epochs eval_episodes max_skipped_updates": (1, 1e12),
@@ -615,8 +589,6 @@ def check(args: Args) -> None:
         stop(2, f"--total-timesteps {args.total_timesteps} is under one rollout of {args.batch_size} steps. Raise it.")
     if args.local_envs * args.num_steps // args.num_minibatches < 1 + args.norm_adv:
         stop(2, f"--num-minibatches {args.num_minibatches} leaves too few of {args.batch_size} samples each. Lower it.")
-    if not args.evaluate: check_writable(args.runs_dir)
-    choose_device(args.device)
     if len(f"{args.env_id}{args.exp_name}".encode()) > 200: stop(2, "the run's name is too long. Shorten --exp-name.")
     with or_stop(2, "--track", "Install wandb, then `wandb login` or set WANDB_MODE=offline."):
         wandb = importlib.import_module("wandb") if args.track else None
@@ -627,14 +599,14 @@ def check(args: Args) -> None:
     advice = "Try an Atari game, ALE/Pong-v5 say; dqn.py (vectors) or ppo_continuous.py (continuous actions) for others"
     with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
         envs, env = make_envs(args, 1, args.seed), make_eval_env(args, args.seed, args.render_mode)
-        env.reset(seed=args.seed)
-        if args.capture_video: importlib.import_module("moviepy"), env.render()
+        if args.capture_video: importlib.import_module("moviepy"), env.reset(seed=args.seed), env.render()
         envs.close(), env.close()
         obs, act = envs.single_observation_space, envs.single_action_space
         images = obs.dtype == np.uint8 and len(obs.shape) == 3 and min(obs.shape[1:]) >= 36
         if not images or not isinstance(act, gym.spaces.Discrete):
             raise TypeError(f"it needs images (channels, height, width) and discrete actions, not {obs} and {act}")
         if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP: raise TypeError("not SAME_STEP")
+    return choose_device(args.device)
 
 
 # What may differ from the checkpoint's flags under --resume and --evaluate: budget, device and logging.
@@ -649,8 +621,7 @@ def main(args: Args) -> dict[str, float]:
     """
     # Evaluation may start from other seeds than training did.
     args, checkpoint, run_dir = load_checkpoint(args, CHANGEABLE | ({"seed"} if args.evaluate else set()))
-    check(args)
-    device, rng = choose_device(args.device), seed_everything(args.seed, args.torch_deterministic)
+    device, rng = check(args), seed_everything(args.seed, args.torch_deterministic)
     first_env, chief = args.rank * args.local_envs, args.rank == 0
     envs = make_envs(args, args.local_envs, args.seed + first_env)
     obs_shape, num_actions = envs.single_observation_space.shape, int(envs.single_action_space.n)
@@ -658,30 +629,29 @@ def main(args: Args) -> dict[str, float]:
     # The learning rate is a tensor, so that a compiled update sees it change.
     optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(args.learning_rate), eps=args.adam_eps, fused=True)
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
-    run = SimpleNamespace(iteration=0, global_step=0, skipped_updates=0, last_returns=[],
+    run = types.SimpleNamespace(iteration=0, global_step=0, skipped_updates=0, last_returns=[],
                           environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
     parts = {"agent": agent, "optimizer": optimizer}
     if checkpoint: restore(checkpoint, run, parts, rng)
     if args.evaluate:
         if not chief: return {}
-        scores, evaluation = evaluate(args, agent, run_dir, f"evaluate_{time.time_ns()}")
+        scores, metrics = evaluate(args, agent, run_dir / "videos", f"evaluate_{time.time_ns()}")
         print(f"{args.env_id}, sticky actions {args.sticky_actions}: mean {np.mean(scores):.2f} of", *scores)
-        return evaluation
+        return metrics
 
     join_processes(args, device, list(agent.state_dict().values()))
     logger = Logger(run_dir, args, device, run.global_step) if chief else None
-    mode = "reduce-overhead" if device.type == "cuda" else "default"  # with CUDA graphs on CUDA
-    step_update = torch.compile(update, mode=mode) if args.compile else update
-    if chief:
-        run_dir = logger.run_dir
-        print(f"{args.env_id}, sticky actions {args.sticky_actions}: {args.num_iterations} rollouts of "
-              f"{args.batch_size} steps on {args.world_size} x {device} {run_dir}", flush=True)
+    # reduce-overhead: CUDA graphs on CUDA; on the CPU the same as the default mode.
+    step_update = torch.compile(update, mode="reduce-overhead") if args.compile else update
+    run_dir = logger.run_dir if chief else None
+    if chief: print(f"{args.env_id}, sticky actions {args.sticky_actions}: {args.num_iterations} rollouts of "
+                    f"{args.batch_size} steps on {args.world_size} x {device} {run_dir}", flush=True)
 
     rollout = rollout_memory((args.num_steps, args.local_envs), obs_shape, num_actions, device)
     observations, logits, values, actions, rewards, terminations, dones = rollout
     to_device, bad_rows, previous_step = functools.partial(torch.as_tensor, device=device), [], run.global_step
     started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10
-    bar = tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False,
+    bar = tqdm.tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False,
                disable=not chief)
     with contextlib.closing(envs), bar, contextlib.ExitStack() as stack:
         if chief: stack.callback(logger.close)
@@ -689,18 +659,17 @@ def main(args: Args) -> dict[str, float]:
         with or_stop(3, f"{args.env_id} at its reset", mend):
             # (The emulator's seeds are 32-bit, and those of the environments follow this one.)
             obs, infos = envs.reset(seed=(args.seed + first_env + run.global_step) % (2**31 - args.num_envs))
-        no_frame = np.zeros(args.local_envs, np.int64)
-        frame = infos.get("episode_frame_number", no_frame)  # without it every done is the end of a game
+        frame = infos.get("episode_frame_number", 0)  # without it every done is the end of a game
         scores, lengths = np.zeros((2, args.local_envs))
         while True:
             # Between two rollouts: save (at the end and when told to stop, too), evaluate (at step 0 and the end, too).
             last, first = run.iteration >= args.num_iterations, not checkpoint and run.iteration == 0 < args.eval_every
-            told_to_stop = [signum for signums in gather(caught) for signum in signums]
+            told_to_stop = list(itertools.chain(*gather(caught)))  # by a signal to any of the processes
             if chief and (last or told_to_stop or crossed(args.checkpoint_every, previous_step, run.global_step)):
                 save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
             if chief and (first or last or crossed(args.eval_every, previous_step, run.global_step)):
-                eval_scores, evaluation = evaluate(args, agent, run_dir, f"step_{run.global_step}")
-                logger.log(run.global_step, evaluation, videos=f"step_{run.global_step}")
+                eval_scores, metrics = evaluate(args, agent, run_dir / "videos", f"step_{run.global_step}")
+                logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
             if last or told_to_stop: break
 
             # Schedules: full at the first iteration; the last still has 1/num_iterations of the way to go.
@@ -726,7 +695,7 @@ def main(args: Args) -> dict[str, float]:
                 dones[t] = terminations[t] | truncated
                 # final_obs has meaning only where a game has ended: at a lost life the next observation is obs.
                 finals += [infos["final_obs"][i][None] for i in np.flatnonzero(truncated & ~terminations[t])]
-                last_frame, frame = frame, infos.get("episode_frame_number", no_frame)
+                last_frame, frame = frame, infos.get("episode_frame_number", 0)
                 scores, lengths = scores + rewards[t], lengths + 1
                 for i in np.flatnonzero(game_over(terminations[t], truncated, frame, last_frame)):
                     episodes.append((run.global_step, float(scores[i]), float(lengths[i])))
@@ -735,14 +704,13 @@ def main(args: Args) -> dict[str, float]:
             # Advantages, from the values of the policy that made the rollout.
             update_start = time.perf_counter()
             with torch.no_grad():
-                actions_t, rewards_t, terminations_t, dones_t = map(to_device, (actions, rewards, terminations, dones))
+                actions_t, rewards_t, *ends = map(to_device, (actions, rewards, terminations, dones))
                 # V of the next row; at the frame limit V of the last observation; after a death compute_gae takes none.
                 next_values = torch.cat([values[1:], agent(to_device(obs))[1][None]])
                 # finals came step by step, environment by environment: the order of a boolean index over (T, N).
-                next_values[dones_t & ~terminations_t] = agent(to_device(np.concatenate(finals)))[1]
-                clipped_rewards = rewards_t.clamp(-args.clip_reward, args.clip_reward)  # one scale for all games
-                advantages, returns = compute_gae(clipped_rewards, values, next_values, terminations_t, dones_t,
-                                                  args.gamma, args.gae_lambda)
+                next_values[to_device(dones & ~terminations)] = agent(to_device(np.concatenate(finals)))[1]
+                clipped = rewards_t.clamp(-args.clip_reward, args.clip_reward)  # one scale for all games
+                advantages, returns = compute_gae(clipped, values, next_values, *ends, args.gamma, args.gae_lambda)
                 old_logprobs = categorical_log_prob(logits, actions_t)
             # Each (T * N, ...):
             batch = [x.flatten(0, 1) for x in (observations, actions_t, old_logprobs, advantages, returns, values)]
@@ -751,43 +719,39 @@ def main(args: Args) -> dict[str, float]:
             # The coefficient is a tensor, so that a compiled update sees it change.
             coefficient, rows = torch.tensor(ent_coef, device=device), []
             for _ in range(args.update_epochs):
-                order = to_device(rng.permutation(len(batch[0])))
-                for minibatch in order.tensor_split(args.num_minibatches):
+                for minibatch in to_device(rng.permutation(len(batch[0]))).tensor_split(args.num_minibatches):
                     stats = step_update(agent, optimizer, [x[minibatch] for x in batch], coefficient, args)
                     rows.append(torch.stack(tuple(stats.values())))
                 kl = torch.stack(rows[-args.num_minibatches:])[:, list(stats).index("losses/approx_kl")].nanmean()
-                if args.target_kl is not None and joint_mean(kl) > args.target_kl: break
+                if args.target_kl and joint_mean(kl) > args.target_kl: break
             table = joint_mean(torch.stack(rows)).cpu().numpy()  # (updates, metrics): the only wait for the GPU
             run.update_seconds += time.perf_counter() - update_start
 
             for row in table:  # the last column says whether the update was skipped, because something was not finite
                 bad_rows = [*bad_rows, row] if row[-1] else []
                 if len(bad_rows) >= args.max_skipped_updates:
-                    what = list(stats)[np.flatnonzero(~np.isfinite(bad_rows[0]))[0]]
+                    what = list(stats)[np.isfinite(bad_rows[0]).argmin()]
                     stop(3, f"{what} went bad first, {len(bad_rows)} updates skipped. Check rewards, --learning-rate.")
             run.skipped_updates += round(float(table[:, -1].sum()))
 
             # Metrics: losses are means over the last epoch; scores are those of whole games, in the game's own points.
-            episodes = sorted(episode for part in gather(episodes) for episode in part)
-            run.last_returns = [*run.last_returns, *(score for _, score, _ in episodes)][-100:]
+            for step, score, length in sorted(itertools.chain(*gather(episodes))):
+                run.last_returns = [*run.last_returns[-99:], score]
+                if chief: logger.log(step, {"charts/episodic_return": score, "charts/episodic_length": length})
             run.wall_seconds = time.perf_counter() - started
             run.rest_seconds = run.wall_seconds - run.environment_seconds - run.update_seconds
-            if chief:
-                for step, score, length in episodes:
-                    logger.log(step, {"charts/episodic_return": score, "charts/episodic_length": length})
             if run.iteration == args.num_iterations or crossed(args.log_every, previous_step, run.global_step):
                 means = np.ma.masked_invalid(table[-args.num_minibatches:, :-1]).mean(0).filled(np.nan)
-                everyones = gather((rewards, values.cpu(), returns.cpu()))
-                all_rewards, *tensors = (np.concatenate(x, 1) for x in zip(*everyones, strict=True))
-                all_values, all_returns = map(torch.as_tensor, tensors)
+                everyones = (gather(x.cpu()) for x in (rewards_t, values, returns))
+                all_rewards, all_values, all_returns = (torch.cat(shares, 1) for shares in everyones)
                 if chief: logger.log(run.global_step, dict(zip(stats, means, strict=False)) | {
                     "losses/explained_variance": explained_variance(all_values, all_returns),
                     "losses/ent_coef": ent_coef, "losses/value_mean": all_values.mean(),
                     "losses/skipped_updates": run.skipped_updates, "charts/reward_mean": all_rewards.mean(),
                     "charts/reward_min": all_rewards.min(), "charts/reward_max": all_rewards.max(),
-                    "charts/update_epochs": len(rows) // args.num_minibatches, "charts/learning_rate": rate,
-                    "charts/SPS": args.batch_size / (time.perf_counter() - rollout_start),
-                    **{f"time/{part}": getattr(run, f"{part}_seconds") for part in ("environment", "update", "rest")}})
+                    "charts/SPS": args.batch_size / (time.perf_counter() - rollout_start), "charts/learning_rate": rate,
+                    "charts/update_epochs": len(rows) // args.num_minibatches, "time/update": run.update_seconds,
+                    "time/environment": run.environment_seconds, "time/rest": run.rest_seconds})
             bar.set_postfix({"return": f"{np.mean(run.last_returns):.1f}" if run.last_returns else "-"}, refresh=False)
             bar.update(args.batch_size)
 

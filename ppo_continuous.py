@@ -47,18 +47,16 @@ Differs from the paper (most are the customary details of PPO implementations; d
 Read `main` first, then "The math".
 """
 
-import contextlib, dataclasses, functools, importlib.metadata, json, math
-import os, random, shlex, signal, subprocess, sys, time
+import collections.abc, contextlib, dataclasses, functools, importlib.metadata, json, math
+import os, random, re, shlex, signal, subprocess, sys, time, types
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal
+from typing import BinaryIO, Literal
 
-import gymnasium as gym, numpy as np, torch, tyro
+import gymnasium as gym, numpy as np, torch, tqdm, tyro
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
-SCRIPT, FORMAT_VERSION = Path(__file__).stem, 1
+SCRIPT, FORMAT = Path(__file__).stem, 1
 
 
 @dataclasses.dataclass
@@ -158,7 +156,6 @@ class Args:
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
     render_mode = property(lambda self: "rgb_array" if self.capture_video else None)
-    obs_clip = property(lambda self: self.clip_obs if self.norm_obs else None)
 
 
 
@@ -166,27 +163,23 @@ class Args:
 # Environment
 # ---------------------------------------------------------------------------------------------------------------------
 def make_envs(args: Args, num_envs: int, seed: int) -> gym.vector.VectorEnv:
-    """The training environments: a vector environment in SAME_STEP autoreset. Replace it to train on anything else."""
-    prepare_mujoco(args)
-    # The vector environment itself need not copy: what step() returned has been used when the next step overwrites it.
-    how = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
+    """The training environments: a vector environment in SAME_STEP autoreset. Replace it to train on anything else.
+
+    `seed` is for those that want one when they are made: gymnasium's get theirs at their reset.
+    """
     # An environment may reuse one observation array: without the copy its final observation would show the reset's.
-    wrappers = [lambda env: gym.wrappers.TransformObservation(env, np.copy, env.observation_space)]
-    envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs=how, wrappers=wrappers)
-    envs.action_space.seed(seed)
-    return envs
+    makers = [lambda: gym.wrappers.TransformObservation(make_env(args), np.copy, None)] * num_envs
+    # The vector environment itself need not copy: what step() returned has been used when the next step overwrites it.
+    return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
 
 def make_eval_env(args: Args, seed: int, render_mode: str | None = None) -> gym.Env:
     """One environment for evaluation and videos, apart from the training environments."""
-    prepare_mujoco(args)
-    env = gym.make(args.env_id, **({"render_mode": render_mode} if render_mode else {}))
-    env.action_space.seed(seed)
-    return env
+    return make_env(args, render_mode)
 
 
-def prepare_mujoco(args: Args) -> None:
-    """Render through EGL without a display; keep MuJoCo's warnings out of a MUJOCO_LOG.TXT in the user's folder."""
+def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
+    """One environment. MuJoCo renders through EGL without a display and leaves no MUJOCO_LOG.TXT where it runs."""
     if args.capture_video and sys.platform == "linux" and not os.getenv("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # before mujoco is imported, and only then: EGL may be missing
     with contextlib.suppress(ImportError):
@@ -194,6 +187,7 @@ def prepare_mujoco(args: Args) -> None:
 
         # gymnasium's own HalfCheetah model causes the settotalmass notice at every construction.
         mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
+    return gym.make(args.env_id, **({"render_mode": render_mode} if render_mode else {}))
 
 
 def require_finite(*arrays: np.ndarray) -> None:
@@ -257,18 +251,16 @@ class RunningMeanStd:
 
     def update(self, x: np.ndarray | Tensor) -> None:
         """Count every row of x, (..., *shape)."""
-        x = np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x, np.float64).reshape(-1, *self.mean.shape)
+        x = np.asarray(x.numpy(force=True) if isinstance(x, Tensor) else x, np.float64).reshape(-1, *self.mean.shape)
         # (A single row, the step of a single environment, is the frequent case and its own mean.)
         batch_mean, squares = (x[0], 0.0) if len(x) == 1 else (x.mean(0), x.var(0) * len(x))
         total, delta = self.count + len(x), batch_mean - self.mean
-        squares = squares + delta * delta * (self.count * len(x) / total)
-        self.var = (self.var * self.count + squares) / total
+        self.var = (self.var * self.count + (squares + delta * delta * (self.count * len(x) / total))) / total
         self.mean, self.count = self.mean + delta * (len(x) / total), total
 
     def normalize(self, x: np.ndarray | Tensor, clip: float | None = None) -> np.ndarray | Tensor:
         """(x - mean) / sqrt(var + 1e-8), clipped to +-clip; x itself before the first update."""
-        if isinstance(x, Tensor):
-            return torch.from_numpy(np.asarray(self.normalize(x.detach().cpu().numpy(), clip))).to(x.device)
+        if isinstance(x, Tensor): return torch.as_tensor(self.normalize(x.numpy(force=True), clip), device=x.device)
         y = (x - self.mean) / (np.sqrt(self.var + 1e-8) if self.count else 1)
         return (y if clip is None else y.clip(-clip, clip)).astype(np.result_type(x, np.float32))
 
@@ -389,18 +381,17 @@ def update(agent: Agent, optimizer: torch.optim.Adam, minibatch: tuple[Tensor, .
     pg_loss = policy_loss(logprobs, old_logprobs, advantages, None if args.kl_penalty else args.clip_coef)
     v_loss = value_loss(agent.critic(obs), old_values, returns, args.vf_clip_coef if args.clip_vloss else None)
     entropy, (ent_coef, kl_coef) = gaussian_entropy(log_std), coefficients
-    loss = pg_loss + args.vf_coef * v_loss
-    if args.ent_coef or args.ent_coef_end: loss = loss - ent_coef * entropy
+    loss = pg_loss + args.vf_coef * v_loss - ent_coef * entropy
     if args.kl_penalty: loss = loss + kl_coef * gaussian_kl(old_mean, old_log_std, mean, log_std).mean()
     logratio = (logprobs - old_logprobs).detach()
     stats = {"losses/policy_loss": pg_loss.detach(), "losses/value_loss": v_loss.detach(),
              "losses/entropy": entropy.detach(), "losses/old_approx_kl": -logratio.mean(),
              "losses/approx_kl": approx_kl(logratio), "losses/clipfrac": clip_fraction(logratio, args.clip_coef)}
-    step = untraced_gradient_step if torch.compiler.is_compiling() else gradient_step
-    stats["losses/grad_norm"], stats["skipped"] = step(loss, optimizer, args.max_grad_norm)
+    stats["losses/grad_norm"], stats["skipped"] = gradient_step(loss, optimizer, args.max_grad_norm)
     return stats
 
 
+@torch.compiler.disable  # a compiled update has its backward pass compiled already; tracing fused Adam only costs time
 def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> tuple[Tensor, Tensor]:
     """Backward, clip, step. Returns (gradient norm before clipping, 1 if the step was skipped or 0).
 
@@ -418,32 +409,25 @@ def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: floa
     return grad_norm, optimizer.found_inf
 
 
-@torch.compiler.disable
-def untraced_gradient_step(*arguments) -> tuple[Tensor, Tensor]:
-    """The same for a compiled update: the backward pass is compiled already, and tracing fused Adam only costs time."""
-    return gradient_step(*arguments)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluate
 # ---------------------------------------------------------------------------------------------------------------------
-def evaluate(args: Args, agent: Agent, obs_rms: RunningMeanStd, run_dir: Path, name: str) -> tuple[list, dict]:
+def evaluate(args: Args, agent: Agent, normalize: collections.abc.Callable, folder: Path, name: str) -> tuple:
     """Play `--eval-episodes` with the mean action and frozen statistics: (every return, the `eval/*` metrics).
 
-    Episode k starts from the same seed in every evaluation. With --capture-video the first one is recorded.
+    Episode k starts from the same seed in every evaluation. With --capture-video the first one is recorded in `folder`.
     """
     returns, lengths = np.zeros((2, args.eval_episodes))
     with or_stop(3, f"{args.env_id} in evaluation", "Mend it, then --resume."), contextlib.ExitStack() as stack:
         env = make_eval_env(args, args.seed, args.render_mode)
-        if args.capture_video:
-            env = gym.wrappers.RecordVideo(env, f"{run_dir}/videos", lambda k: k == 0, name_prefix=name)
+        if args.capture_video: env = gym.wrappers.RecordVideo(env, folder, lambda k: k == 0, name_prefix=name)
         stack.callback(env.close)
         box, policy = env.action_space, numpy_policy(agent.actor_mean)
         scale, shift = action_transform(box)
         for k in range(args.eval_episodes):
             (obs, _), done = env.reset(seed=(1_000_000 * (args.seed + 1) + k) % 2**31), False
             while not done:
-                action = policy(obs_rms.normalize(obs.ravel(), args.obs_clip).astype(np.float32)) * scale + shift
+                action = policy(normalize(obs)) * scale + shift
                 obs, reward, terminated, truncated, _ = env.step(action.reshape(box.shape).clip(box.low, box.high))
                 require_finite(obs, reward)
                 done, returns[k], lengths[k] = terminated or truncated, returns[k] + reward, lengths[k] + 1
@@ -482,33 +466,24 @@ def check_ranges(args, ranges: dict[str, tuple[float, float]]) -> None:
             stop(2, f"--{name.replace('_', '-')} {value} is outside [{low:g}, {high:g}]. Choose a value inside.")
 
 
-def check_writable(folder: str) -> None:
-    """Refuse a folder that could not be made or written, without making it."""
-    path = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    if not path.is_dir() or not os.access(path, os.W_OK):
-        stop(2, f"cannot write in {folder}: {path} is no folder with write permission. Choose another --runs-dir.")
-
-
 @contextlib.contextmanager
-def or_stop(code: int, what: str, advice: str, *errors: type[Exception]):
-    """Turn errors of these types, or of any if none is named, into stop()."""
-    try:
-        yield
-    except errors or (Exception,) as error:  # noqa: B030
-        stop(code, f"{what}: {error!r}. {advice}")
+def or_stop(code: int, what: str, advice: str, errors: tuple[type[Exception], ...] = (Exception,)):
+    """Turn errors of these types into stop()."""
+    try: yield
+    except errors as error: stop(code, f"{what}: {error!r}. {advice}")
 
 
 def writing(path: Path):
     """Stop with exit code 3 when something cannot be written, on a full disk say (torch.save: RuntimeError)."""
-    return or_stop(3, f"cannot write {path}", "Older files are whole: make room and --resume.", OSError, RuntimeError)
+    return or_stop(3, f"cannot write {path}", "Older files are whole: make room and --resume.", (OSError, RuntimeError))
 
 
-def write_whole(path: Path, content: str | dict) -> None:
-    """Replace a file in one step (a dict through torch.save): a kill leaves the old one or the new one."""
+def write_whole(path: Path, content: str | collections.abc.Callable[[BinaryIO], None]) -> None:
+    """Replace a file in one step by text or by what a function writes: a kill leaves the old one or the new one."""
     with writing(path), contextlib.ExitStack() as stack:
         stack.callback(Path(f"{path}.tmp").unlink, missing_ok=True)
         with open(f"{path}.tmp", "wb") as file:
-            torch.save(content, file) if isinstance(content, dict) else file.write(content.encode())
+            content(file) if callable(content) else file.write(content.encode())
             file.flush(), os.fsync(file.fileno())
         os.replace(f"{path}.tmp", path)
 
@@ -521,12 +496,11 @@ class Logger:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}".replace("/", "-")
         self.run_dir, self.wandb, self.last = run_dir or Path(args.runs_dir) / name, None, {}
         self.path = self.run_dir / "metrics.csv"
-        with writing(self.run_dir):
+        with or_stop(2, f"cannot write in {args.runs_dir}", "Choose another --runs-dir.", (OSError,)):
             self.run_dir.mkdir(parents=True, exist_ok=run_dir is not None)
-            rows = self.path.read_text().splitlines(keepends=True)[1:] if self.path.exists() else []
             self.tensorboard = SummaryWriter(self.run_dir, purge_step=resume_step + 1 if run_dir else None)
-        rows = [r for r in rows if r.endswith("\n") and r[0].isdigit() and int(r.split(",")[0]) <= resume_step]
-        write_whole(self.path, "".join(["step,metric,value\n", *rows]))
+        rows = re.findall(r"^\d+,.*\n", self.path.read_text() if self.path.exists() else "", re.MULTILINE)
+        write_whole(self.path, "step,metric,value\n" + "".join(r for r in rows if int(r.split(",")[0]) <= resume_step))
         commit = subprocess.getoutput(f"git -C {shlex.quote(str(Path(__file__).resolve().parent))} rev-parse HEAD 2>&-")
         versions = {d.name: d.version for d in importlib.metadata.distributions()} | {"python": sys.version.split()[0]}
         config = {"script": SCRIPT, "flags": vars(args), "versions": versions, "commit": commit or None,
@@ -552,10 +526,11 @@ class Logger:
         if self.wandb: self.wandb.finish()
 
 
-def save_checkpoint(path: Path, args, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+def save_checkpoint(path: Path, args, run: types.SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
     """Flags, counters, random generator and the state_dict of every part."""
-    write_whole(path, {"format_version": FORMAT_VERSION, "script": SCRIPT, "flags": vars(args), "run": vars(run),
-                       "parts": {k: part.state_dict() for k, part in parts.items()}, "rng": rng.bit_generator.state})
+    state = {"format_version": FORMAT, "script": SCRIPT, "flags": vars(args), "run": vars(run),
+             "parts": {k: part.state_dict() for k, part in parts.items()}, "rng": rng.bit_generator.state}
+    write_whole(path, functools.partial(torch.save, state))
 
 
 def load_checkpoint(args, changeable: set[str]) -> tuple:
@@ -566,14 +541,13 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     if args.resume and args.evaluate: stop(2, "--resume and --evaluate exclude each other. Give one of them.")
     path = args.evaluate if args.resume is None else args.resume
     if path is None: return args, None, None
-    file, hint = Path(path), f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py."
-    file = file / "checkpoint.pt" if file.is_dir() else file
+    file = Path(path, "checkpoint.pt") if Path(path).is_dir() else Path(path)
+    hint, ours = f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py.", f"{SCRIPT}.py, format {FORMAT}"
     # Whatever the file system, the zip reader or the unpickler may say:
     with or_stop(2, f"{file} is missing or no checkpoint", hint):
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         made_by, flags = f"{checkpoint['script']}.py, format {checkpoint['format_version']}", checkpoint["flags"]
-    if made_by != f"{SCRIPT}.py, format {FORMAT_VERSION}":
-        stop(2, f"{file} is a checkpoint of {made_by}, not {SCRIPT}.py, format {FORMAT_VERSION}. {hint}")
+    if made_by != ours: stop(2, f"{file} is a checkpoint of {made_by}, not {ours}. {hint}")
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if getattr(args, f.name) != f.default}
     for name in (n for n in given.keys() - changeable if given[n] != flags.get(n)):
         stop(2, f"--{name.replace('_', '-')} {given[name]} is {flags.get(name)} in the checkpoint. Leave it out.")
@@ -583,7 +557,7 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     return dataclasses.replace(args, **known), checkpoint, file.parent if at_home else None
 
 
-def restore(checkpoint: dict, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+def restore(checkpoint: dict, run: types.SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
     """Put the state of a checkpoint back in place, or refuse one that does not fit."""
     with or_stop(2, "the checkpoint does not fit this environment", "Use the one that it was trained on."):
         for name, part in parts.items(): part.load_state_dict(checkpoint["parts"][name])
@@ -601,8 +575,7 @@ def catch_signals(stack: contextlib.ExitStack) -> list[int]:
         print("\nstopping after this rollout (once more: at once, without saving)", file=sys.stderr, flush=True)
 
     with contextlib.suppress(ValueError):  # only the main thread may do this
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, signum, signal.signal(signum, handler))
+        for sig in (signal.SIGINT, signal.SIGTERM): stack.callback(signal.signal, sig, signal.signal(sig, handler))
     return caught
 
 
@@ -614,7 +587,7 @@ def crossed(every: int, before: int, after: int) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 # ---------------------------------------------------------------------------------------------------------------------
-def check(args: Args) -> None:
+def check(args: Args) -> torch.device:
     """Refuse, with exit code 2 and before anything is written, whatever can be known to be wrong before training."""
     check_ranges(args, {
         "num_envs total_timesteps num_steps num_minibatches update_epochs eval_episodes max_skipped_updates": (1, 1e12),
@@ -625,8 +598,6 @@ def check(args: Args) -> None:
         stop(2, f"--total-timesteps {args.total_timesteps} is under one rollout of {args.batch_size} steps. Raise it.")
     if args.batch_size // args.num_minibatches < 1 + args.norm_adv:
         stop(2, f"--num-minibatches {args.num_minibatches} leaves too few of {args.batch_size} samples each. Lower it.")
-    if not args.evaluate: check_writable(args.runs_dir)
-    choose_device(args.device)
     if len(f"{args.env_id}{args.exp_name}".encode()) > 200: stop(2, "the run's name is too long. Shorten --exp-name.")
     with or_stop(2, "--track", "Install wandb, then `wandb login` or set WANDB_MODE=offline."):
         wandb = importlib.import_module("wandb") if args.track else None
@@ -637,13 +608,13 @@ def check(args: Args) -> None:
     advice = "Try another, module:Env-v0, dqn.py (discrete), ppo_atari.py (images), FlattenObservation; videos need EGL"
     with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
         envs, env = make_envs(args, 1, args.seed), make_eval_env(args, args.seed, args.render_mode)
-        env.reset(seed=args.seed)
-        if args.capture_video: importlib.import_module("moviepy"), env.render()
+        if args.capture_video: importlib.import_module("moviepy"), env.reset(seed=args.seed), env.render()
         envs.close(), env.close()
         obs, act = envs.single_observation_space, envs.single_action_space
         if not all(isinstance(s, gym.spaces.Box) for s in (obs, act)) or len(obs.shape) > 2 or act.dtype.kind != "f":
             raise TypeError(f"it needs a Box of numbers and a Box of floats, not {obs} and {act}")
         if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP: raise TypeError("not SAME_STEP")
+    return choose_device(args.device)
 
 
 # What may differ from the checkpoint's flags under --resume and --evaluate: budget, device and logging.
@@ -655,8 +626,7 @@ def main(args: Args) -> dict[str, float]:
     """Train (or, with --evaluate, only evaluate) and return the last value of every metric."""
     # Evaluation may start from other seeds than training did.
     args, checkpoint, run_dir = load_checkpoint(args, CHANGEABLE | ({"seed"} if args.evaluate else set()))
-    check(args)
-    device, rng = choose_device(args.device), seed_everything(args.seed, args.torch_deterministic)
+    device, rng = check(args), seed_everything(args.seed, args.torch_deterministic)
     envs = make_envs(args, args.num_envs, args.seed)
     space, (scale, shift) = envs.single_action_space, action_transform(envs.single_action_space)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(space.shape)
@@ -665,45 +635,46 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(args.learning_rate), eps=args.adam_eps, fused=True)
     obs_rms, reward_scaler = RunningMeanStd((obs_dim,)), RewardScaler(args.num_envs, args.gamma)
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
-    run = SimpleNamespace(iteration=0, global_step=0, skipped_updates=0, kl_coef=args.kl_coef, last_returns=[],
+    run = types.SimpleNamespace(iteration=0, global_step=0, skipped_updates=0, kl_coef=args.kl_coef, last_returns=[],
                           environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
     parts = {"agent": agent, "optimizer": optimizer, "obs_rms": obs_rms, "reward_rms": reward_scaler.rms}
     if checkpoint: restore(checkpoint, run, parts, rng)
+
+    def normalize(raw: np.ndarray) -> np.ndarray:
+        return obs_rms.normalize(raw.reshape(-1, obs_dim), args.clip_obs if args.norm_obs else None).astype(np.float32)
+
     if args.evaluate:
-        returns, evaluation = evaluate(args, agent, obs_rms, run_dir, f"evaluate_{time.time_ns()}")
+        returns, metrics = evaluate(args, agent, normalize, run_dir / "videos", f"evaluate_{time.time_ns()}")
         print(f"{args.env_id}: mean {np.mean(returns):.2f} of", *(f"{r:.2f}" for r in returns))
-        return evaluation
+        return metrics
 
     logger = Logger(run_dir, args, device, run.global_step)
-    mode = "reduce-overhead" if device.type == "cuda" else "default"  # with CUDA graphs on CUDA
-    run_dir, step_update = logger.run_dir, torch.compile(update, mode=mode) if args.compile else update
+    # reduce-overhead: CUDA graphs on CUDA; on the CPU the same as the default mode.
+    run_dir, step_update = logger.run_dir, torch.compile(update, mode="reduce-overhead") if args.compile else update
     print(f"{args.env_id}: {args.num_iterations} rollouts of {args.batch_size} steps on {device} {run_dir}", flush=True)
 
     # One rollout, (T, N, ...). Only the policy's mean is needed while acting; values and log-probabilities of the
     # whole rollout are computed afterwards in one pass of each network. The critic learns from the scaled rewards.
     shape = (args.num_steps, args.num_envs)
     observations, actions = (np.zeros((*shape, dim), np.float32) for dim in (obs_dim, action_dim))
-    rewards, scaled_rewards, terminations, dones = (np.zeros(shape, kind) for kind in (float, np.float32, bool, bool))
-
-    def normalize(raw: np.ndarray) -> np.ndarray:
-        return obs_rms.normalize(raw.reshape(-1, obs_dim), args.obs_clip).astype(np.float32)
+    rewards, scaled, terminations, dones = (np.zeros(shape, kind) for kind in (float, np.float32, bool, bool))
 
     to_device, bad_rows, previous_step = functools.partial(torch.as_tensor, device=device), [], run.global_step
     started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10
-    bar = tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False)
+    bar = tqdm.tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False)
     with contextlib.closing(envs), contextlib.closing(logger), bar, contextlib.ExitStack() as stack:
         caught, mend = catch_signals(stack), "Mend the environment, then --resume."
         with or_stop(3, f"{args.env_id} at its reset", mend):
             require_finite(raw_obs := envs.reset(seed=(args.seed + run.global_step) % 2**31)[0])
-        episode_returns, episode_lengths = np.zeros((2, args.num_envs))
+        sums, steps = np.zeros((2, args.num_envs))  # of the running episodes: their rewards' sums, their lengths
         while True:
             # Between two rollouts: save (at the end and when told to stop, too), evaluate (at step 0 and the end, too).
             last, first = run.iteration >= args.num_iterations, not checkpoint and run.iteration == 0 < args.eval_every
             if last or caught or crossed(args.checkpoint_every, previous_step, run.global_step):
                 save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
             if first or last or crossed(args.eval_every, previous_step, run.global_step):
-                eval_returns, evaluation = evaluate(args, agent, obs_rms, run_dir, f"step_{run.global_step}")
-                logger.log(run.global_step, evaluation, videos=f"step_{run.global_step}")
+                eval_returns, metrics = evaluate(args, agent, normalize, run_dir / "videos", f"step_{run.global_step}")
+                logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
             if last or caught: break
 
             # Schedules: full at the first iteration; the last still has 1/num_iterations of the way to go.
@@ -714,7 +685,8 @@ def main(args: Args) -> dict[str, float]:
 
             # Rollout: act with a Gaussian around the mean of the policy as it is now.
             policy, std = numpy_policy(agent.actor_mean), agent.actor_log_std.detach().exp().cpu().numpy()
-            finals, reward_terms = [np.zeros((0, obs_dim), np.float32)], {}  # finals: last observations at time limits
+            # finals: last observations at time limits
+            finals, reward_terms = [np.zeros((0, obs_dim), np.float32)], collections.Counter()
             for t in range(args.num_steps):
                 if args.norm_obs: obs_rms.update(raw_obs)
                 observations[t] = normalize(raw_obs)
@@ -728,34 +700,32 @@ def main(args: Args) -> dict[str, float]:
                 run.environment_seconds += time.perf_counter() - step_start
                 run.global_step += args.num_envs
                 dones[t] = terminations[t] | truncated
-                scaled = reward_scaler.update(rewards[t], dones[t]).clip(-args.clip_reward, args.clip_reward)
-                scaled_rewards[t] = scaled if args.norm_reward else rewards[t]
+                scaled[t] = reward_scaler.update(rewards[t], dones[t]).clip(-args.clip_reward, args.clip_reward)
+                if not args.norm_reward: scaled[t] = rewards[t]
                 # The environment's own parts of the reward. Where an episode ended, infos already tell of the reset.
                 for info, which in ((infos, ~dones[t]), (infos.get("final_info", {}), dones[t])):
                     for key in (k for k in info if str(k)[:7] == "reward_" and np.asarray(info[k]).dtype.kind in "fiu"):
-                        reward_terms[key] = reward_terms.get(key, 0) + info[key][which].sum() / args.batch_size
-                episode_returns, episode_lengths = episode_returns + rewards[t], episode_lengths + 1
+                        reward_terms[f"rewards/{key[7:]}"] += info[key][which].sum() / args.batch_size
+                sums, steps = sums + rewards[t], steps + 1
                 for i in np.flatnonzero(dones[t]):
                     if not terminations[t, i]: finals.append(normalize(infos["final_obs"][i]))  # a time limit
-                    score, length = float(episode_returns[i]), float(episode_lengths[i])
-                    logger.log(run.global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
-                    run.last_returns = [*run.last_returns[-99:], score]
-                    episode_returns[i], episode_lengths[i] = 0, 0
+                    logger.log(run.global_step, {"charts/episodic_return": sums[i], "charts/episodic_length": steps[i]})
+                    run.last_returns = [*run.last_returns[-99:], float(sums[i])]
+                    sums[i], steps[i] = 0, 0
 
             # Advantages, from the values of the policy that made the rollout.
             update_start = time.perf_counter()
             with torch.no_grad():
-                obs_t, actions_t, terminations_t, dones_t = map(to_device, (observations, actions, terminations, dones))
-                old_mean, old_log_std = agent.actor_mean(obs_t), agent.actor_log_std.clone()
-                old_logprobs, values = gaussian_log_prob(actions_t, old_mean, old_log_std), agent.critic(obs_t)
+                obs, actions_t, rewards_t, *ends = map(to_device, (observations, actions, scaled, terminations, dones))
+                old_mean, old_log_std = agent.actor_mean(obs), agent.actor_log_std.clone()
+                old_logprobs, values = gaussian_log_prob(actions_t, old_mean, old_log_std), agent.critic(obs)
                 # V of the next row; after a time limit V of the last observation; after a death compute_gae takes none.
                 next_values = torch.cat([values[1:], agent.critic(to_device(normalize(raw_obs)))[None]])
                 # finals came step by step, environment by environment: the order of a boolean index over (T, N).
-                next_values[dones_t & ~terminations_t] = agent.critic(to_device(np.concatenate(finals)))
-                advantages, returns = compute_gae(to_device(scaled_rewards), values, next_values, terminations_t,
-                                                  dones_t, args.gamma, args.gae_lambda)
+                next_values[to_device(dones & ~terminations)] = agent.critic(to_device(np.concatenate(finals)))
+                advantages, returns = compute_gae(rewards_t, values, next_values, *ends, args.gamma, args.gae_lambda)
             # Each (T * N, ...):
-            batch = [x.flatten(0, 1) for x in (obs_t, actions_t, old_mean, old_logprobs, advantages, returns, values)]
+            batch = [x.flatten(0, 1) for x in (obs, actions_t, old_mean, old_logprobs, advantages, returns, values)]
 
             # Epochs: each uses every sample once, in minibatches drawn anew.
             # The coefficients are a tensor, so that a compiled update sees them change.
@@ -766,17 +736,17 @@ def main(args: Args) -> dict[str, float]:
                     stats = step_update(agent, optimizer, minibatch, old_log_std, coefficients, args)
                     rows.append(torch.stack(tuple(stats.values())))
                 kl = torch.stack(rows[-args.num_minibatches:])[:, list(stats).index("losses/approx_kl")].nanmean()
-                if args.target_kl is not None and not args.kl_penalty and kl > args.target_kl: break
+                if args.target_kl and not args.kl_penalty and kl > args.target_kl: break
             table = torch.stack(rows).cpu().numpy()  # (updates, metrics): the iteration's only wait for the GPU
             if args.kl_penalty:
-                kl = gaussian_kl(old_mean, old_log_std, agent.actor_mean(obs_t), agent.actor_log_std).mean().item()
-                run.kl_coef = adapt_kl_coef(run.kl_coef, kl, 0.01 if args.target_kl is None else args.target_kl)
+                kl = gaussian_kl(old_mean, old_log_std, agent.actor_mean(obs), agent.actor_log_std).mean().item()
+                run.kl_coef = adapt_kl_coef(run.kl_coef, kl, args.target_kl or 0.01)
             run.update_seconds += time.perf_counter() - update_start
 
             for row in table:  # the last column says whether the update was skipped, because something was not finite
                 bad_rows = [*bad_rows, row] if row[-1] else []
                 if len(bad_rows) >= args.max_skipped_updates:
-                    what = list(stats)[np.flatnonzero(~np.isfinite(bad_rows[0]))[0]]
+                    what = list(stats)[np.isfinite(bad_rows[0]).argmin()]
                     stop(3, f"{what} went bad first, {len(bad_rows)} updates skipped. Check rewards, --learning-rate.")
             run.skipped_updates += int(table[:, -1].sum())
 
@@ -790,10 +760,9 @@ def main(args: Args) -> dict[str, float]:
                     "losses/value_mean": values.mean(), "losses/kl_coef": run.kl_coef, "losses/policy_std": std.mean(),
                     "losses/skipped_updates": run.skipped_updates, "charts/reward_mean": rewards.mean(),
                     "charts/reward_min": rewards.min(), "charts/reward_max": rewards.max(),
-                    "charts/update_epochs": len(rows) // args.num_minibatches, "charts/learning_rate": rate,
-                    "charts/SPS": args.batch_size / (time.perf_counter() - rollout_start),
-                    **{f"time/{part}": getattr(run, f"{part}_seconds") for part in ("environment", "update", "rest")},
-                    **{f"rewards/{name.removeprefix('reward_')}": mean for name, mean in reward_terms.items()}})
+                    "charts/SPS": args.batch_size / (time.perf_counter() - rollout_start), "charts/learning_rate": rate,
+                    "charts/update_epochs": len(rows) // args.num_minibatches, "time/update": run.update_seconds,
+                    "time/environment": run.environment_seconds, "time/rest": run.rest_seconds, **reward_terms})
             bar.set_postfix({"return": f"{np.mean(run.last_returns):.1f}" if run.last_returns else "-"}, refresh=False)
             bar.update(args.batch_size)
 

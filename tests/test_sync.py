@@ -15,8 +15,7 @@ import sync
 from sync import Script
 
 SCRIPTS = sync.find_scripts()
-# All others: 450. The first two are longer and must not grow.
-MOST_CODE_LINES = {"ppo_continuous.py": 481, "ppo_atari.py": 482, "rainbow.py": 550, "dpo.py": 550, "grpo.py": 650}
+MOST_CODE_LINES = {"rainbow.py": 550, "dpo.py": 550, "grpo.py": 650}  # all others: 450
 MOST_PLUMBING_LINES = 120
 SECTIONS = ("Environment|Task", "Networks", "Memory|Data", "The math", "Update", "Evaluate", "Plumbing", "Main")
 BANNER = re.compile(r"^# -{20,}\n# ([^\n]+)\n# -{20,}$", re.MULTILINE)
