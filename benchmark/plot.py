@@ -119,10 +119,13 @@ def draw_run(run: Path) -> Path:
 
 
 def load_results(results: Path, script: str) -> dict[str, dict[str, list[dict]]]:
-    """variant -> task -> its results by seed, failed ones among them; the unchanged script comes first."""
+    """variant -> task -> its results by seed, failed ones among them; the unchanged script comes first.
+
+    `script+label` is a variant, and so is `sb3+script`, the same algorithm by others.
+    """
     loaded: dict[str, dict[str, list[dict]]] = {}
-    folders = sorted(path for path in results.glob(f"{script}*") if path.name.split("+")[0] == script)
-    for folder in folders:
+    folders = [path for path in results.glob("*/") if script in path.name.split("+")]
+    for folder in sorted(folders, key=lambda path: (path.name.split("+")[0] != script, path.name)):
         contents = sorted((read_json(path) for path in folder.glob("*.json")), key=lambda r: (r["task"], r["seed"]))
         for result in contents:
             loaded.setdefault(folder.name, {}).setdefault(result["task"], []).append(result)
