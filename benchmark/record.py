@@ -9,7 +9,7 @@ The script that trained it plays: its environment, its network, its actions. The
 bit (on one thread). Reference scores for minari.get_normalized_score are the mean return of random actions and that of
 an expert; without --expert or --ref-max-score there are none.
 
-Exit codes: 0 written, 2 bad input, 3 the environment broke; in the last two cases nothing was written.
+Exit codes: 0 written, 2 bad input, 3 the environment broke or the disk is full; after 2 and 3 there is no dataset.
 """
 
 import dataclasses
@@ -136,7 +136,8 @@ def export(policy: Policy, path: Path) -> None:
     actor = {f"actor.{name}": value.float().clone() for name, value in actor_of(policy.checkpoint).items()}
     state = {key: policy.checkpoint[key] for key in ("format_version", "script")}
     run = {"global_step": policy.checkpoint["run"]["global_step"]}
-    torch.save(state | {"flags": flags, "run": run, "parts": {"agent": actor}}, path)
+    state |= {"flags": flags, "run": run, "parts": {"agent": actor}}
+    policy.script.write_whole(path, lambda file: torch.save(state, file))
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB, the actor of {policy}")
 
 
@@ -254,8 +255,9 @@ def write(args: Args, folder: Path, policies: list[Policy], shares: list[int], e
     parts = ", ".join(f"{share} steps of {policy}" for share, policy in zip(shares, policies, strict=True))
     env = policies[0].make_env()
     simulators = ["gymnasium"] + ["mujoco"] * ("mujoco" in type(env.unwrapped).__module__)
+    no_room = policies[0].script.or_stop(3, f"cannot write {folder}", "Make room, then try again.", OSError)
     try:
-        with warnings.catch_warnings(action="ignore"):  # that the author has no e-mail address
+        with no_room, warnings.catch_warnings(action="ignore"):  # that the author has no e-mail address
             dataset = minari.create_dataset_from_buffers(
                 args.dataset,
                 [EpisodeBuffer(**episode) for episode in episodes],

@@ -273,6 +273,7 @@ def test_mixture_has_equal_shares_and_each_part_is_its_policys():
     mixed = recorded(first, second, dataset="mixed-v0", steps=421)
     assert [len(episode.rewards) for episode in mixed] == [200, 10, 200, 11]
     assert [bool(episode.truncations[-1]) for episode in mixed] == [True] * 4
+    assert len(set(seeds(mixed))) == 4
     assert mixed.storage.metadata["algorithm_name"] == "sac + td3"
     alone = recorded(first, dataset="alone-v0", steps=210)
     assert all(map(np.array_equal, content(mixed)[:10], content(alone)))
@@ -454,15 +455,17 @@ def test_environment_that_breaks_leaves_nothing(capsys):
     assert "observation or reward not finite" in line
 
 
-def test_write_that_fails_leaves_no_dataset(monkeypatch):
+def test_write_that_fails_leaves_no_dataset(monkeypatch, capsys):
     def full(*arguments, **keywords):
         raise OSError("no space left on device")
 
     from minari.dataset._storages.hdf5_storage import HDF5Storage
 
     monkeypatch.setattr(HDF5Storage, "update_episodes", full)
-    with pytest.raises(OSError, match="no space"):
-        recorded(trained("sac", "Limit-v0"), steps=4)
+    checkpoint = trained("sac", "Limit-v0")
+    with pytest.raises(SystemExit, match="3"):
+        recorded(checkpoint, steps=4)
+    assert "no space left on device" in capsys.readouterr().err
     assert not Path("datasets/toy/some-v0").exists()
     monkeypatch.undo()
 
@@ -600,3 +603,11 @@ def test_run_py_collects_its_runs_and_plot_py_draws_them(algorithm, monkeypatch,
     assert run.main(dataclasses.replace(args, flags=f"{flags} --device cpu")) == 0
     assert "done" in capsys.readouterr().out
     plot.draw_run(next(Path("runs").glob("toy_envs*")))
+    ours = Path("results", algorithm, f"{task}__1.json")
+    ours.parent.mkdir()
+    ours.write_text(json.dumps(result | {"variant": algorithm}))
+    loaded = plot.load_results(Path("results"), algorithm)
+    assert list(loaded) == [algorithm, f"sb3+{algorithm}"]
+    assert f"| sb3+{algorithm} | {task} | 1 | 80 |" in plot.table(algorithm, loaded)
+    assert plot.draw_results(loaded, Path("images/both.png")).exists()
+    assert list(plot.load_results(Path("results"), "sb3")) == [f"sb3+{algorithm}"]
