@@ -561,7 +561,7 @@ def catch_signals(stack: contextlib.ExitStack) -> list[int]:
     def handler(signum: int, frame) -> None:
         if caught: sys.exit(128 + signum)
         caught.append(signum)
-        print("\nstopping after this rollout (once more: at once, without saving)", file=sys.stderr, flush=True)
+        print("\nstopping once it can be resumed (now: once more, without saving)", file=sys.stderr, flush=True)
 
     with contextlib.suppress(ValueError):  # only the main thread may do this
         for sig in (signal.SIGINT, signal.SIGTERM): stack.callback(signal.signal, sig, signal.signal(sig, handler))

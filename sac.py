@@ -47,19 +47,16 @@ Differs from the paper (docs/sac.md has the reasons):
 Read `main` first, then "The math".
 """
 
-import contextlib, copy, dataclasses, functools, importlib.metadata, json, math
-import os, random, shlex, signal, subprocess, sys, time
-from collections.abc import Callable
+import collections.abc, contextlib, copy, dataclasses, functools, importlib.metadata, json, math
+import os, random, re, shlex, signal, subprocess, sys, time, types
 from pathlib import Path
-from types import SimpleNamespace
 from typing import BinaryIO, Literal
 
-import gymnasium as gym, numpy as np, torch, torch.nn.functional as F, tyro
+import gymnasium as gym, numpy as np, torch, torch.nn.functional as F, tqdm, tyro
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
-SCRIPT, FORMAT_VERSION = Path(__file__).stem, 1
+SCRIPT, FORMAT = Path(__file__).stem, 1
 
 
 @dataclasses.dataclass
@@ -154,27 +151,23 @@ class Args:
 # Environment
 # ---------------------------------------------------------------------------------------------------------------------
 def make_envs(args: Args, num_envs: int, seed: int) -> gym.vector.VectorEnv:
-    """The training environments: a vector environment in SAME_STEP autoreset. Replace it to train on anything else."""
-    prepare_mujoco(args)
-    # The vector environment itself need not copy: what step() returned has been used when the next step overwrites it.
-    how = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
+    """The training environments: a vector environment in SAME_STEP autoreset. Replace it to train on anything else.
+
+    `seed` is for those that want one when they are made: gymnasium's get theirs at their reset.
+    """
     # An environment may reuse one observation array: without the copy its final observation would show the reset's.
-    wrappers = [lambda env: gym.wrappers.TransformObservation(env, np.copy, env.observation_space)]
-    envs = gym.make_vec(args.env_id, num_envs, "sync", vector_kwargs=how, wrappers=wrappers)
-    envs.action_space.seed(seed)
-    return envs
+    makers = [lambda: gym.wrappers.TransformObservation(make_env(args), np.copy, None)] * num_envs
+    # The vector environment itself need not copy: what step() returned has been used when the next step overwrites it.
+    return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
 
 def make_eval_env(args: Args, seed: int, render_mode: str | None = None) -> gym.Env:
     """One environment for evaluation and videos, apart from the training environments."""
-    prepare_mujoco(args)
-    env = gym.make(args.env_id, **({"render_mode": render_mode} if render_mode else {}))
-    env.action_space.seed(seed)
-    return env
+    return make_env(args, render_mode)
 
 
-def prepare_mujoco(args: Args) -> None:
-    """Render through EGL without a display; keep MuJoCo's warnings out of a MUJOCO_LOG.TXT in the user's folder."""
+def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
+    """One environment. MuJoCo renders through EGL without a display and leaves no MUJOCO_LOG.TXT where it runs."""
     if args.capture_video and sys.platform == "linux" and not os.getenv("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # before mujoco is imported, and only then: EGL may be missing
     with contextlib.suppress(ImportError):
@@ -182,6 +175,7 @@ def prepare_mujoco(args: Args) -> None:
 
         # gymnasium's own HalfCheetah model causes the settotalmass notice at every construction.
         mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
+    return gym.make(args.env_id, **({"render_mode": render_mode} if render_mode else {}))
 
 
 def require_finite(*arrays: np.ndarray) -> None:
@@ -258,19 +252,14 @@ class ReplayMemory:
 
     def __init__(self, size: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device):
         self.rows, self.num_envs, self.steps, self.device = size // num_envs, num_envs, 0, device
-        kinds = {"observations": ((obs_dim,), torch.float32), "actions": ((action_dim,), torch.float32),
-                 "rewards": ((), torch.float32), "next_observations": ((obs_dim,), torch.float32),
-                 "terminations": ((), torch.bool), "truncations": ((), torch.bool)}
+        numbers = {"observations": (obs_dim,), "actions": (action_dim,), "rewards": (), "next_observations": (obs_dim,)}
+        flags = {"terminations": (), "truncations": ()}
         self.data = {k: torch.zeros((self.rows, num_envs, *shape), dtype=dtype, device=device)
-                     for k, (shape, dtype) in kinds.items()}
+                     for dtype, shapes in ((torch.float32, numbers), (torch.bool, flags)) for k, shape in shapes.items()}
 
     def __len__(self) -> int:
+        """Transitions that are there."""
         return min(self.steps, self.rows) * self.num_envs
-
-    @property
-    def oldest(self) -> int:
-        """The row that the next step overwrites when the ring is full, else 0."""
-        return max(0, self.steps - self.rows) % self.rows
 
     def add(self, *step: np.ndarray) -> None:
         """One step of all environments, (num_envs, ...) each, in the order of self.data."""
@@ -280,14 +269,14 @@ class ReplayMemory:
     def sample(self, rng: np.random.Generator, batch_size: int) -> list[Tensor]:
         """Transitions drawn uniformly with replacement, (B, ...) each, in the order of self.data."""
         # Counted from the oldest, so that a memory that was saved and loaded gives the same.
-        chosen = (rng.integers(0, len(self), batch_size) + self.oldest * self.num_envs) % (self.rows * self.num_envs)
-        chosen = torch.as_tensor(chosen, device=self.device)
+        ages, oldest = rng.integers(0, len(self), batch_size), max(0, self.steps - self.rows) * self.num_envs
+        chosen = torch.as_tensor((oldest + ages) % (self.rows * self.num_envs), device=self.device)
         return [x.flatten(0, 1)[chosen] for x in self.data.values()]
 
     def save(self, path: Path) -> None:
         """NPZ of all transitions, the oldest first, with the environment that each came from."""
-        rows = min(self.steps, self.rows)
-        arrays = {k: x[:rows].roll(-self.oldest, 0).flatten(0, 1).cpu().numpy() for k, x in self.data.items()}
+        rows, overwritten = min(self.steps, self.rows), max(0, self.steps - self.rows)
+        arrays = {k: x[:rows].roll(-overwritten, 0).flatten(0, 1).cpu().numpy() for k, x in self.data.items()}
         arrays["env_ids"] = np.tile(np.arange(self.num_envs, dtype=np.int32), rows)
         write_whole(path, lambda file: np.savez(file, **arrays))
 
@@ -350,7 +339,6 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
     """One step of the critics and, if wanted, of policy and temperature. Detached scalars; no waiting for the GPU."""
     obs, actions, rewards, next_obs, terminations, _ = batch  # (B, ...)
     alpha = agent.log_alpha.detach().exp()
-    step = untraced_gradient_step if torch.compiler.is_compiling() else gradient_step
     with torch.no_grad():
         next_actions, next_logprobs = agent.actor(next_obs, noise[0])
         next_q = agent.target_critics(next_obs, next_actions)[subset].amin(0)  # (E, B) -> (B,)
@@ -358,7 +346,7 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
     q = agent.critics(obs, actions)  # (E, B)
     loss = qf_loss(q, target)
     stats = {"losses/qf_loss": loss.detach(), "losses/qf_values": q.detach().mean(), "losses/alpha": alpha}
-    stats["losses/qf_grad_norm"], skipped = step(loss, optimizers["critic"], args.max_grad_norm)
+    stats["losses/qf_grad_norm"], skipped = gradient_step(loss, optimizers["critic"], args.max_grad_norm)
     with torch.no_grad():
         torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
     if train_policy:
@@ -368,15 +356,16 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
         q = torch.func.functional_call(agent.critics, weights, (obs, new_actions))  # (E, B)
         loss = policy_loss(logprobs, q.amin(0) if args.critic_subset == args.num_critics else q.mean(0), alpha)
         stats |= {"losses/actor_loss": loss.detach(), "losses/entropy": -logprobs.detach().mean()}
-        stats["losses/actor_grad_norm"], bad = step(loss, optimizers["policy"], args.max_grad_norm)
+        stats["losses/actor_grad_norm"], bad = gradient_step(loss, optimizers["policy"], args.max_grad_norm)
         skipped = torch.maximum(skipped, bad)
         if args.autotune:
             loss = temperature_loss(agent.log_alpha, logprobs, agent.target_entropy)
             stats["losses/alpha_loss"] = loss.detach()
-            skipped = torch.maximum(skipped, step(loss, optimizers["temperature"], math.inf)[1])
+            skipped = torch.maximum(skipped, gradient_step(loss, optimizers["temperature"], math.inf)[1])
     return stats | {"skipped": skipped}
 
 
+@torch.compiler.disable  # a compiled update has its backward pass compiled already; tracing fused Adam only costs time
 def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> tuple[Tensor, Tensor]:
     """Backward, clip, step. Returns (gradient norm before clipping, 1 if the step was skipped or 0).
 
@@ -394,34 +383,26 @@ def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: floa
     return grad_norm, optimizer.found_inf
 
 
-@torch.compiler.disable
-def untraced_gradient_step(*arguments) -> tuple[Tensor, Tensor]:
-    """The same for a compiled update: the backward pass is compiled already, and tracing fused Adam only costs time."""
-    return gradient_step(*arguments)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluate
 # ---------------------------------------------------------------------------------------------------------------------
-def evaluate(args: Args, agent: Agent, run_dir: Path, name: str) -> tuple[list, dict]:
+def evaluate(args: Args, agent: Agent, folder: Path, name: str) -> tuple[list, dict]:
     """Play `--eval-episodes` with the mode of the policy: (every return, the `eval/*` metrics).
 
     Then play as many with samples: their soft returns say by how much the critics overestimate. Episode k starts from
-    the same seed in every evaluation. With --capture-video the first one is recorded.
+    the same seed in every evaluation. With --capture-video the first one is recorded in `folder`.
     """
     rng = np.random.default_rng([args.seed, 1])
     seeds = [(1_000_000 * (args.seed + 1) + k) % 2**31 for k in range(args.eval_episodes)]
     with or_stop(3, f"{args.env_id} in evaluation", "Mend it, then --resume."), contextlib.ExitStack() as stack:
         env = make_eval_env(args, args.seed, args.render_mode)
-        if args.capture_video:
-            env = gym.wrappers.RecordVideo(env, f"{run_dir}/videos", lambda k: k == 0, name_prefix=name)
+        if args.capture_video: env = gym.wrappers.RecordVideo(env, folder, lambda k: k == 0, name_prefix=name)
         stack.callback(env.close)
         modes, samples = ([play(agent, env, seed, noise) for seed in seeds] for noise in (None, rng))
-    returns, sampled_returns = ([sum(rewards) for rewards, *_ in episodes] for episodes in (modes, samples))
+    returns = [sum(rewards) for rewards, *_ in modes]
     errors = [q - soft_return(rewards, bonuses, tail, args.gamma) for rewards, bonuses, q, tail in samples]
-    lengths = [len(rewards) for rewards, *_ in modes]
-    return returns, {"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths),
-                     "eval/sampled_return": np.mean(sampled_returns), "eval/q_overestimation": np.mean(errors)}
+    return returns, {"eval/episodic_return": np.mean(returns), "eval/q_overestimation": np.mean(errors),
+                     "eval/episodic_length": np.mean([len(rewards) for rewards, *_ in modes])}
 
 
 @torch.no_grad()
@@ -429,20 +410,18 @@ def play(agent: Agent, env: gym.Env, seed: int, rng: np.random.Generator | None)
     """One episode with samples from rng, or the mode: rewards (T,), entropy bonuses (T,), Q of the first action, and
     the value of what a time limit cut off.
     """
-    box, device, alpha, rewards, bonuses = env.action_space, agent.log_alpha.device, agent.log_alpha.exp(), [], []
+    box, alpha, q, rewards, bonuses = env.action_space, agent.log_alpha.exp(), [], [], []
     (obs, _), terminated, truncated = env.reset(seed=seed), False, False
     while True:
-        x = torch.as_tensor(obs.reshape(1, -1), dtype=torch.float32, device=device)
+        x = torch.as_tensor(obs.reshape(1, -1), dtype=torch.float32, device=alpha.device)
         noise = rng.standard_normal((1, box.low.size), np.float32) if rng else np.zeros((1, box.low.size), np.float32)
-        action, logprob = agent.actor(x, torch.as_tensor(noise, device=device))
-        bonus, ended = -(alpha * logprob).item(), terminated or truncated
-        if not rewards or ended: q = agent.critics(x, action).mean().item()
-        if not rewards: first_q = q
-        if ended: return rewards, bonuses, first_q, 0.0 if terminated else q + bonus
+        action, logprob = agent.actor(x, torch.as_tensor(noise, device=alpha.device))
+        q.append(agent.critics(x, action).mean().item()), bonuses.append(-(alpha * logprob).item())
+        if terminated or truncated: return rewards, bonuses[:-1], q[0], 0.0 if terminated else q[-1] + bonuses[-1]
         action = action.cpu().numpy().reshape(box.shape).astype(box.dtype)
         obs, reward, terminated, truncated, _ = env.step(action.clip(box.low, box.high))
         require_finite(obs, reward)
-        rewards.append(float(reward)), bonuses.append(bonus)
+        rewards.append(float(reward))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -477,28 +456,19 @@ def check_ranges(args, ranges: dict[str, tuple[float, float]]) -> None:
             stop(2, f"--{name.replace('_', '-')} {value} is outside [{low:g}, {high:g}]. Choose a value inside.")
 
 
-def check_writable(folder: str) -> None:
-    """Refuse a folder that could not be made or written, without making it."""
-    path = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    if not path.is_dir() or not os.access(path, os.W_OK):
-        stop(2, f"cannot write in {folder}: {path} is no folder with write permission. Choose another --runs-dir.")
-
-
 @contextlib.contextmanager
-def or_stop(code: int, what: str, advice: str, *errors: type[Exception]):
-    """Turn errors of these types, or of any if none is named, into stop()."""
-    try:
-        yield
-    except errors or (Exception,) as error:  # noqa: B030
-        stop(code, f"{what}: {error!r}. {advice}")
+def or_stop(code: int, what: str, advice: str, errors: tuple[type[Exception], ...] = (Exception,)):
+    """Turn errors of these types into stop()."""
+    try: yield
+    except errors as error: stop(code, f"{what}: {error!r}. {advice}")
 
 
 def writing(path: Path):
     """Stop with exit code 3 when something cannot be written, on a full disk say (torch.save: RuntimeError)."""
-    return or_stop(3, f"cannot write {path}", "Older files are whole: make room and --resume.", OSError, RuntimeError)
+    return or_stop(3, f"cannot write {path}", "Older files are whole: make room and --resume.", (OSError, RuntimeError))
 
 
-def write_whole(path: Path, content: str | Callable[[BinaryIO], None]) -> None:
+def write_whole(path: Path, content: str | collections.abc.Callable[[BinaryIO], None]) -> None:
     """Replace a file in one step by text or by what a function writes: a kill leaves the old one or the new one."""
     with writing(path), contextlib.ExitStack() as stack:
         stack.callback(Path(f"{path}.tmp").unlink, missing_ok=True)
@@ -516,12 +486,11 @@ class Logger:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}".replace("/", "-")
         self.run_dir, self.wandb, self.last = run_dir or Path(args.runs_dir) / name, None, {}
         self.path = self.run_dir / "metrics.csv"
-        with writing(self.run_dir):
+        with or_stop(2, f"cannot write in {args.runs_dir}", "Choose another --runs-dir.", (OSError,)):
             self.run_dir.mkdir(parents=True, exist_ok=run_dir is not None)
-            rows = self.path.read_text().splitlines(keepends=True)[1:] if self.path.exists() else []
             self.tensorboard = SummaryWriter(self.run_dir, purge_step=resume_step + 1 if run_dir else None)
-        rows = [r for r in rows if r.endswith("\n") and r[0].isdigit() and int(r.split(",")[0]) <= resume_step]
-        write_whole(self.path, "".join(["step,metric,value\n", *rows]))
+        rows = re.findall(r"^\d+,.*\n", self.path.read_text() if self.path.exists() else "", re.MULTILINE)
+        write_whole(self.path, "step,metric,value\n" + "".join(r for r in rows if int(r.split(",")[0]) <= resume_step))
         commit = subprocess.getoutput(f"git -C {shlex.quote(str(Path(__file__).resolve().parent))} rev-parse HEAD 2>&-")
         versions = {d.name: d.version for d in importlib.metadata.distributions()} | {"python": sys.version.split()[0]}
         config = {"script": SCRIPT, "flags": vars(args), "versions": versions, "commit": commit or None,
@@ -547,9 +516,9 @@ class Logger:
         if self.wandb: self.wandb.finish()
 
 
-def save_checkpoint(path: Path, args, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+def save_checkpoint(path: Path, args, run: types.SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
     """Flags, counters, random generator and the state_dict of every part."""
-    state = {"format_version": FORMAT_VERSION, "script": SCRIPT, "flags": vars(args), "run": vars(run),
+    state = {"format_version": FORMAT, "script": SCRIPT, "flags": vars(args), "run": vars(run),
              "parts": {k: part.state_dict() for k, part in parts.items()}, "rng": rng.bit_generator.state}
     write_whole(path, functools.partial(torch.save, state))
 
@@ -562,14 +531,13 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     if args.resume and args.evaluate: stop(2, "--resume and --evaluate exclude each other. Give one of them.")
     path = args.evaluate if args.resume is None else args.resume
     if path is None: return args, None, None
-    file, hint = Path(path), f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py."
-    file = file / "checkpoint.pt" if file.is_dir() else file
+    file = Path(path, "checkpoint.pt") if Path(path).is_dir() else Path(path)
+    hint, ours = f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py.", f"{SCRIPT}.py, format {FORMAT}"
     # Whatever the file system, the zip reader or the unpickler may say:
     with or_stop(2, f"{file} is missing or no checkpoint", hint):
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         made_by, flags = f"{checkpoint['script']}.py, format {checkpoint['format_version']}", checkpoint["flags"]
-    if made_by != f"{SCRIPT}.py, format {FORMAT_VERSION}":
-        stop(2, f"{file} is a checkpoint of {made_by}, not {SCRIPT}.py, format {FORMAT_VERSION}. {hint}")
+    if made_by != ours: stop(2, f"{file} is a checkpoint of {made_by}, not {ours}. {hint}")
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if getattr(args, f.name) != f.default}
     for name in (n for n in given.keys() - changeable if given[n] != flags.get(n)):
         stop(2, f"--{name.replace('_', '-')} {given[name]} is {flags.get(name)} in the checkpoint. Leave it out.")
@@ -579,7 +547,7 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     return dataclasses.replace(args, **known), checkpoint, file.parent if at_home else None
 
 
-def restore(checkpoint: dict, run: SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
+def restore(checkpoint: dict, run: types.SimpleNamespace, parts: dict, rng: np.random.Generator) -> None:
     """Put the state of a checkpoint back in place, or refuse one that does not fit."""
     with or_stop(2, "the checkpoint does not fit this environment", "Use the one that it was trained on."):
         for name, part in parts.items(): part.load_state_dict(checkpoint["parts"][name])
@@ -597,8 +565,7 @@ def catch_signals(stack: contextlib.ExitStack) -> list[int]:
         print("\nstopping once it can be resumed (now: once more, without saving)", file=sys.stderr, flush=True)
 
     with contextlib.suppress(ValueError):  # only the main thread may do this
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, signum, signal.signal(signum, handler))
+        for sig in (signal.SIGINT, signal.SIGTERM): stack.callback(signal.signal, sig, signal.signal(sig, handler))
     return caught
 
 
@@ -610,24 +577,20 @@ def crossed(every: int, before: int, after: int) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 # ---------------------------------------------------------------------------------------------------------------------
-def check(args: Args) -> None:
+def check(args: Args) -> torch.device:
     """Refuse, with exit code 2 and before anything is written, whatever can be known to be wrong before training."""
     check_ranges(args, {
         "num_envs total_timesteps eval_episodes max_skipped_updates batch_size buffer_size": (1, 1e12),
         "learning_starts policy_frequency num_critics critic_subset hidden_size": (1, 1e12),
-        "policy_lr q_lr tau alpha": (1e-12, 1e12), "max_grad_norm": (1e-12, math.inf), "utd_ratio": (0, 1e4),
+        "policy_lr q_lr alpha": (1e-12, 1e12), "max_grad_norm": (1e-12, math.inf), "utd_ratio": (0, 1e4),
         "target_entropy": (-1e12, 1e12), "log_every": (1, 1e12), "eval_every checkpoint_every": (0, 1e12),
         "gamma": (0, 1), "tau": (1e-12, 1), "seed": (0, 2**31 - 1)})
-    if args.total_timesteps < args.num_envs:
-        stop(2, f"--total-timesteps {args.total_timesteps} is under one step of --num-envs {args.num_envs}. Raise it.")
+    if args.total_timesteps < args.num_envs: stop(2, f"--total-timesteps {args.total_timesteps} is no step. Raise it.")
     if args.total_timesteps <= args.learning_starts:
-        print(f"warning: nothing is learned: --learning-starts is {args.learning_starts}.", file=sys.stderr)
-    if args.critic_subset > args.num_critics:
-        stop(2, f"--critic-subset {args.critic_subset} of --num-critics {args.num_critics} cannot be drawn. Lower it.")
+        print(f"warning: nothing is learned before --learning-starts {args.learning_starts}.", file=sys.stderr)
+    if args.critic_subset > args.num_critics: stop(2, f"--critic-subset {args.critic_subset}: not so many. Lower it.")
     if args.buffer_size // args.num_envs * args.num_envs < max(1, args.learning_starts):
         stop(2, f"--buffer-size {args.buffer_size} holds less than --learning-starts {args.learning_starts}. Raise it.")
-    if not args.evaluate: check_writable(args.runs_dir)
-    choose_device(args.device)
     if len(f"{args.env_id}{args.exp_name}".encode()) > 200: stop(2, "the run's name is too long. Shorten --exp-name.")
     with or_stop(2, "--track", "Install wandb, then `wandb login` or set WANDB_MODE=offline."):
         wandb = importlib.import_module("wandb") if args.track else None
@@ -638,15 +601,14 @@ def check(args: Args) -> None:
     advice = "Try another, module:Env-v0, dqn.py (discrete), ppo_atari.py (images), FlattenObservation; videos need EGL"
     with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
         envs, env = make_envs(args, 1, args.seed), make_eval_env(args, args.seed, args.render_mode)
-        env.reset(seed=args.seed)
-        if args.capture_video: importlib.import_module("moviepy"), env.render()
+        if args.capture_video: importlib.import_module("moviepy"), env.reset(seed=args.seed), env.render()
         envs.close(), env.close()
         obs, act = envs.single_observation_space, envs.single_action_space
         if not all(isinstance(s, gym.spaces.Box) for s in (obs, act)) or len(obs.shape) > 2 or act.dtype.kind != "f":
             raise TypeError(f"it needs a Box of numbers and a Box of floats, not {obs} and {act}")
-        if not np.isfinite(act.high / 2 - act.low / 2).all():
-            raise TypeError(f"it needs actions with finite bounds, not {act}; ppo_continuous.py takes them")
+        if not np.isfinite(act.high / 2 - act.low / 2).all(): raise TypeError(f"unbounded {act}: see ppo_continuous.py")
         if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP: raise TypeError("not SAME_STEP")
+    return choose_device(args.device)
 
 
 # What may differ from the checkpoint's flags under --resume and --evaluate: budget, device and logging.
@@ -658,43 +620,43 @@ def main(args: Args) -> dict[str, float]:
     """Train (or, with --evaluate, only evaluate) and return the last value of every metric."""
     # Evaluation may start from other seeds than training did.
     args, checkpoint, run_dir = load_checkpoint(args, CHANGEABLE | ({"seed"} if args.evaluate else set()))
-    check(args)
-    device, rng = choose_device(args.device), seed_everything(args.seed, args.torch_deterministic)
+    device, rng = check(args), seed_everything(args.seed, args.torch_deterministic)
     envs = make_envs(args, args.num_envs, args.seed)
     space, (scale, shift) = envs.single_action_space, action_transform(envs.single_action_space)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(space.shape)
     agent = Agent(obs_dim, scale, shift, args).to(device)
-    learners = {"critic": (agent.critics.parameters(), args.q_lr), "temperature": ([agent.log_alpha], args.q_lr),
-                "policy": (agent.actor.parameters(), args.policy_lr)}
-    optimizers = {name: torch.optim.Adam(weights, rate, fused=True) for name, (weights, rate) in learners.items()}
+    optimizers = {name: torch.optim.Adam(weights, rate, fused=True) for name, weights, rate in (
+        ("critic", agent.critics.parameters(), args.q_lr), ("policy", agent.actor.parameters(), args.policy_lr),
+        ("temperature", [agent.log_alpha], args.q_lr))}
     memory = ReplayMemory(args.buffer_size, args.num_envs, obs_dim, action_dim, device)
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
-    run = SimpleNamespace(global_step=0, updates=0, owed_updates=0.0, skipped_updates=0, last_returns=[],
+    run = types.SimpleNamespace(global_step=0, updates=0, owed_updates=0.0, skipped_updates=0, last_returns=[],
                           environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
     parts = {"agent": agent, **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}}
     if checkpoint: restore(checkpoint, run, parts, rng)
     if args.evaluate:
-        returns, evaluation = evaluate(args, agent, run_dir, f"evaluate_{time.time_ns()}")
+        returns, metrics = evaluate(args, agent, run_dir / "videos", f"evaluate_{time.time_ns()}")
         print(f"{args.env_id}: mean {np.mean(returns):.2f} of", *(f"{r:.2f}" for r in returns))
-        return evaluation
+        return metrics
 
     if run_dir and (replay := run_dir / f"replay_{run.global_step}.npz").exists():
         with or_stop(2, f"{replay} cannot be read", "Delete it: the memory is then filled anew."): memory.load(replay)
     logger = Logger(run_dir, args, device, run.global_step)
-    mode = "reduce-overhead" if device.type == "cuda" else "default"  # with CUDA graphs on CUDA
-    run_dir, step_update = logger.run_dir, torch.compile(update, mode=mode) if args.compile else update
+    # reduce-overhead: CUDA graphs on CUDA; on the CPU the same as the default mode.
+    run_dir, step_update = logger.run_dir, torch.compile(update, mode="reduce-overhead") if args.compile else update
     budget = args.total_timesteps // args.num_envs * args.num_envs
     size = sum(x.nbytes for x in memory.data.values()) / 2**20
     print(f"{args.env_id}: {budget} steps, replay memory of {size:.0f} MiB, on {device} {run_dir}", flush=True)
 
     to_device, bad_rows, previous_step = functools.partial(torch.as_tensor, device=device), [], run.global_step
     started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10
-    bar = tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False)
+    bar = tqdm.tqdm(total=args.total_timesteps, initial=run.global_step, unit="step", mininterval=interval, leave=False)
     with contextlib.closing(envs), contextlib.closing(logger), bar, contextlib.ExitStack() as stack:
         caught, mend = catch_signals(stack), "Mend the environment, then --resume."
         with or_stop(3, f"{args.env_id} at its reset", mend):
             require_finite(obs := envs.reset(seed=(args.seed + run.global_step) % 2**31)[0])
-        obs, (episode_returns, episode_lengths) = obs.reshape(-1, obs_dim).copy(), np.zeros((2, args.num_envs))
+        # sums, steps: of the running episodes, their rewards' sums and their lengths
+        obs, (sums, steps) = obs.reshape(-1, obs_dim).astype(np.float32), np.zeros((2, args.num_envs))
         while True:
             # Between two logging intervals: save (at the end and when told to stop, too), evaluate (at step 0 and the
             # end, too).
@@ -706,20 +668,17 @@ def main(args: Args) -> dict[str, float]:
                 for old in run_dir.glob("replay_*.npz"):
                     if old.stem != f"replay_{run.global_step}": old.unlink()
             if first or last or crossed(args.eval_every, previous_step, run.global_step):
-                eval_returns, evaluation = evaluate(args, agent, run_dir, f"step_{run.global_step}")
-                logger.log(run.global_step, evaluation, videos=f"step_{run.global_step}")
+                eval_returns, metrics = evaluate(args, agent, run_dir / "videos", f"step_{run.global_step}")
+                logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
             if last or caught: break
 
             previous_step, interval_start = run.global_step, time.perf_counter()
-            rows, all_rewards, reward_terms = [], [], {}
+            rows, all_rewards, reward_terms = [], [], collections.Counter()
             while run.global_step < budget and not crossed(args.log_every, previous_step, run.global_step):
-                # Act: at first at random over the whole action range, then with a sample of the policy.
-                if run.global_step < args.learning_starts:
-                    actions = (rng.uniform(-1, 1, (args.num_envs, action_dim)) * scale + shift).astype(np.float32)
-                else:
-                    noise = rng.standard_normal((args.num_envs, action_dim), np.float32)
-                    with torch.no_grad(): actions = agent.actor(to_device(obs.astype(np.float32)), to_device(noise))[0]
-                    actions = actions.cpu().numpy()
+                # Act: with a sample of the policy, but at first at random over the whole action range.
+                noise = rng.standard_normal((args.num_envs, action_dim), np.float32)
+                with torch.no_grad(): actions = agent.actor(to_device(obs), to_device(noise))[0].cpu().numpy()
+                if run.global_step < args.learning_starts: actions = rng.uniform(-1, 1, actions.shape) * scale + shift
                 env_actions = actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
                 step_start = time.perf_counter()
                 with or_stop(3, f"{args.env_id} at step {run.global_step}", mend):
@@ -729,7 +688,7 @@ def main(args: Args) -> dict[str, float]:
                 run.global_step += args.num_envs
 
                 # Store what the step led to: where an episode ended its last observation, not the reset's.
-                dones, next_obs = terminations | truncations, next_obs.reshape(-1, obs_dim).copy()
+                dones, next_obs = terminations | truncations, next_obs.reshape(-1, obs_dim).astype(np.float32)
                 led_to = next_obs.copy()
                 for i in np.flatnonzero(dones): led_to[i] = infos["final_obs"][i].ravel()
                 memory.add(obs, actions, rewards, led_to, terminations, truncations)
@@ -737,14 +696,13 @@ def main(args: Args) -> dict[str, float]:
                 # The environment's own parts of the reward. Where an episode ended, infos already tell of the reset.
                 for info, which in ((infos, ~dones), (infos.get("final_info", {}), dones)):
                     for key in (k for k in info if str(k)[:7] == "reward_" and np.asarray(info[k]).dtype.kind in "fiu"):
-                        reward_terms[key] = reward_terms.get(key, 0) + info[key][which].sum()
+                        reward_terms[f"rewards/{key[7:]}"] += info[key][which].sum()
                 all_rewards.append(rewards.copy())
-                episode_returns, episode_lengths = episode_returns + rewards, episode_lengths + 1
+                sums, steps = sums + rewards, steps + 1
                 for i in np.flatnonzero(dones):
-                    score, length = float(episode_returns[i]), float(episode_lengths[i])
-                    logger.log(run.global_step, {"charts/episodic_return": score, "charts/episodic_length": length})
-                    run.last_returns = [*run.last_returns[-99:], score]
-                    episode_returns[i], episode_lengths[i] = 0, 0
+                    logger.log(run.global_step, {"charts/episodic_return": sums[i], "charts/episodic_length": steps[i]})
+                    run.last_returns = [*run.last_returns[-99:], float(sums[i])]
+                    sums[i], steps[i] = 0, 0
                     bar.set_postfix({"return": f"{np.mean(run.last_returns):.1f}"}, refresh=False)
                 bar.update(args.num_envs)
 
@@ -753,33 +711,33 @@ def main(args: Args) -> dict[str, float]:
                 if len(memory) >= args.learning_starts: run.owed_updates += args.utd_ratio * args.num_envs
                 while run.owed_updates >= 1:
                     run.owed_updates, run.updates = run.owed_updates - 1, run.updates + 1
-                    batch = memory.sample(rng, args.batch_size)
                     noise = to_device(rng.standard_normal((2, args.batch_size, action_dim), np.float32))
                     subset = to_device(rng.permutation(args.num_critics)[:args.critic_subset])
                     train_policy = run.updates % args.critics_per_policy_update == 0
+                    batch = memory.sample(rng, args.batch_size)
                     stats = step_update(agent, optimizers, batch, noise, subset, train_policy, args)
                     rows.append(dict(zip(stats, torch.stack(tuple(stats.values())), strict=True)))
                 run.update_seconds += time.perf_counter() - update_start
 
             # Metrics: losses are means over the interval, at whose end alone we wait for the GPU.
-            skipped = torch.stack([row["skipped"] for row in rows]).tolist() if rows else []
-            for row, bad in zip(rows, skipped, strict=True):  # bad: something was not finite
-                run.skipped_updates, bad_rows = run.skipped_updates + int(bad), [*bad_rows, row] if bad else []
+            for row in rows:  # skipped: something was not finite
+                bad_rows = [*bad_rows, row] if row["skipped"] else []
                 if len(bad_rows) >= args.max_skipped_updates:
                     what = next(name for name, value in bad_rows[0].items() if not value.isfinite())
                     stop(3, f"{what} went bad first, {len(bad_rows)} updates skipped. Check rewards, learning rates.")
+            run.skipped_updates += sum(int(row["skipped"]) for row in rows)
             run.wall_seconds = time.perf_counter() - started
             run.rest_seconds = run.wall_seconds - run.environment_seconds - run.update_seconds
             means = {name: torch.stack([row[name] for row in rows if name in row]).nanmean()
                      for name in {name: 0 for row in rows for name in row if name != "skipped"}}
-            steps, all_rewards = run.global_step - previous_step, np.stack(all_rewards)
+            number = np.size(all_rewards)
             logger.log(run.global_step, means | {
                 "losses/skipped_updates": run.skipped_updates, "charts/updates": run.updates,
-                "charts/learning_rate": args.policy_lr, "charts/SPS": steps / (time.perf_counter() - interval_start),
-                "charts/reward_mean": all_rewards.mean(), "charts/reward_min": all_rewards.min(),
-                "charts/reward_max": all_rewards.max(),
-                **{f"time/{part}": getattr(run, f"{part}_seconds") for part in ("environment", "update", "rest")},
-                **{f"rewards/{name.removeprefix('reward_')}": total / steps for name, total in reward_terms.items()}})
+                "charts/learning_rate": args.policy_lr, "charts/reward_mean": np.mean(all_rewards),
+                "charts/reward_min": np.min(all_rewards), "charts/reward_max": np.max(all_rewards),
+                "charts/SPS": number / (time.perf_counter() - interval_start), "time/rest": run.rest_seconds,
+                "time/environment": run.environment_seconds, "time/update": run.update_seconds,
+                **{name: total / number for name, total in reward_terms.items()}})
 
     if last:
         summary = {"steps": run.global_step, **{k: v for k, v in vars(run).items() if k.endswith("_seconds")},
