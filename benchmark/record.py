@@ -255,7 +255,7 @@ def write(args: Args, folder: Path, policies: list[Policy], shares: list[int], e
     parts = ", ".join(f"{share} steps of {policy}" for share, policy in zip(shares, policies, strict=True))
     env = policies[0].make_env()
     simulators = ["gymnasium"] + ["mujoco"] * ("mujoco" in type(env.unwrapped).__module__)
-    no_room = policies[0].script.or_stop(3, f"cannot write {folder}", "Make room, then try again.", OSError)
+    no_room = policies[0].script.or_stop(3, f"cannot write {folder}", "Make room, then try again.", (OSError,))
     try:
         with no_room, warnings.catch_warnings(action="ignore"):  # that the author has no e-mail address
             dataset = minari.create_dataset_from_buffers(

@@ -162,7 +162,8 @@ def main(args: Args) -> None:
     model = make_model(args.algorithm, settings, train_env)
     name = f"{slug(flags.env_id)}__{flags.exp_name}__{flags.seed}__{time.time_ns() // 1_000_000}"
     folder = Path(flags.runs_dir, name)
-    folder.mkdir(parents=True)
+    with script.or_stop(2, f"cannot write in {flags.runs_dir}", "Choose another --runs-dir.", (OSError,)):
+        folder.mkdir(parents=True)
     write_json(folder / "config.json", config(args, flags, settings))
     training_returns = []
 

@@ -256,8 +256,8 @@ def test_policy_file_of_the_largest_task_is_under_a_megabyte(script):
     module, env = SCRIPTS[script], gym.make("Humanoid-v5")
     args, spaces = module.Args(env_id="Humanoid-v5"), module.action_transform(env.action_space)
     agent = module.Agent(348, *spaces, args if script == "sac" else args.hidden_size)
-    state = {"format_version": module.FORMAT_VERSION, "script": script, "flags": vars(args), "run": {"global_step": 1}}
-    torch.save(state | {"parts": {"agent": agent.state_dict()}}, "large.pt")
+    state = torch.load(trained(script, "Limit-v0"))
+    torch.save(state | {"flags": vars(args), "parts": {"agent": agent.state_dict()}}, "large.pt")
     record.main(record.Args(checkpoint=("large.pt",), export=Path("policy.pt")))
     assert Path("policy.pt").stat().st_size < 1_000_000 < Path("large.pt").stat().st_size
 
@@ -571,9 +571,11 @@ def test_evaluation_starts_as_the_scripts_does(algorithm, monkeypatch):
         ({"eval_episodes": 0}, "--eval-episodes 0"),
         ({"tau": 2.0}, "--tau 2.0"),
         ({"device": "none"}, "--device none"),
+        ({"runs_dir": "file/runs", "total_timesteps": 6000}, "cannot write in file/runs"),
     ],
 )
 def test_bad_input_of_sb3_is_refused(capsys, flags, words):
+    Path("file").touch()
     before = files()
     with pytest.raises(SystemExit) as error:
         sb3.main(sb3.Args(**{"env_id": "Pendulum-v1", **flags}))
