@@ -630,7 +630,7 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(args.learning_rate), eps=args.adam_eps, fused=True)
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
     run = types.SimpleNamespace(iteration=0, global_step=0, skipped_updates=0, last_returns=[],
-                          environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
+                                environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
     parts = {"agent": agent, "optimizer": optimizer}
     if checkpoint: restore(checkpoint, run, parts, rng)
     if args.evaluate:

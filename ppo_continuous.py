@@ -636,7 +636,7 @@ def main(args: Args) -> dict[str, float]:
     obs_rms, reward_scaler = RunningMeanStd((obs_dim,)), RewardScaler(args.num_envs, args.gamma)
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
     run = types.SimpleNamespace(iteration=0, global_step=0, skipped_updates=0, kl_coef=args.kl_coef, last_returns=[],
-                          environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
+                                environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
     parts = {"agent": agent, "optimizer": optimizer, "obs_rms": obs_rms, "reward_rms": reward_scaler.rms}
     if checkpoint: restore(checkpoint, run, parts, rng)
 

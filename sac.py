@@ -254,8 +254,8 @@ class ReplayMemory:
         self.rows, self.num_envs, self.steps, self.device = size // num_envs, num_envs, 0, device
         numbers = {"observations": (obs_dim,), "actions": (action_dim,), "rewards": (), "next_observations": (obs_dim,)}
         flags = {"terminations": (), "truncations": ()}
-        self.data = {k: torch.zeros((self.rows, num_envs, *shape), dtype=dtype, device=device)
-                     for dtype, shapes in ((torch.float32, numbers), (torch.bool, flags)) for k, shape in shapes.items()}
+        self.data = {k: torch.zeros((self.rows, num_envs, *shape), dtype=kind, device=device)
+                     for kind, shapes in ((torch.float32, numbers), (torch.bool, flags)) for k, shape in shapes.items()}
 
     def __len__(self) -> int:
         """Transitions that are there."""
@@ -294,7 +294,7 @@ def squashed_log_prob(u: Tensor, mean: Tensor, log_std: Tensor, action_scale: Te
     """log-density of a = tanh(u) * action_scale + shift, u ~ N(mean, std), summed over dimensions: (B, D) -> (B,).
 
     log N(u) - log|da/du|, arXiv:1812.05905 appendix C, where log(1 - tanh(u)^2) = 2 * (log 2 - u - softplus(-2u)) is
-    finite and exact for every u.
+    finite for every u and right to float32 precision.
     """
     z = (u - mean) * torch.exp(-log_std)
     log_normal = -0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)
@@ -631,7 +631,7 @@ def main(args: Args) -> dict[str, float]:
     memory = ReplayMemory(args.buffer_size, args.num_envs, obs_dim, action_dim, device)
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
     run = types.SimpleNamespace(global_step=0, updates=0, owed_updates=0.0, skipped_updates=0, last_returns=[],
-                          environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
+                                environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
     parts = {"agent": agent, **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}}
     if checkpoint: restore(checkpoint, run, parts, rng)
     if args.evaluate:
@@ -723,7 +723,7 @@ def main(args: Args) -> dict[str, float]:
             for row in rows:  # skipped: something was not finite
                 bad_rows = [*bad_rows, row] if row["skipped"] else []
                 if len(bad_rows) >= args.max_skipped_updates:
-                    what = next(name for name, value in bad_rows[0].items() if not value.isfinite())
+                    what = next((k for k, value in bad_rows[0].items() if not value.isfinite()), "a gradient")
                     stop(3, f"{what} went bad first, {len(bad_rows)} updates skipped. Check rewards, learning rates.")
             run.skipped_updates += sum(int(row["skipped"]) for row in rows)
             run.wall_seconds = time.perf_counter() - started
