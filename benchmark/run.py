@@ -297,7 +297,9 @@ def arguments(job: Job) -> list[str]:
 
 def reproduction(job: Job, threads: int) -> str:
     """The command with which a reader repeats the run by hand (after `git apply`, if there is a patch)."""
-    return f"OMP_NUM_THREADS={threads} " + shlex.join(["python", job.script.name, *arguments(job)])
+    inside = job.script.is_relative_to(ROOT)  # else a patched copy, or a script from elsewhere
+    script = str(job.script.relative_to(ROOT)) if inside else job.script.name
+    return f"OMP_NUM_THREADS={threads} " + shlex.join(["python", script, *arguments(job)])
 
 
 def launch(job: Job, resume: bool, workers: int, lock: object) -> Running:

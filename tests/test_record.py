@@ -602,7 +602,7 @@ def test_run_py_collects_its_runs_and_plot_py_draws_them(algorithm, monkeypatch,
     assert result["steps_per_second"] == pytest.approx(80 / result["wall_seconds"])
     assert (result["flags"]["algorithm"], result["flags"]["learning_starts"]) == (algorithm, 40)
     assert result["flags"]["learning_rate"] == 3e-4
-    assert result["versions"]["stable_baselines3"]
+    assert result["versions"]["stable_baselines3"] and " python benchmark/sb3.py --env-id" in result["command"]
     assert run.main(dataclasses.replace(args, flags=f"{flags} --device cpu")) == 0
     assert "done" in capsys.readouterr().out
     plot.draw_run(next(Path("runs").glob("toy_envs*")))
