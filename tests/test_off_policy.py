@@ -155,17 +155,22 @@ def test_memory_is_saved_beside_each_checkpoint_and_alone(script, monkeypatch):
 
 def test_resume_without_memory_fills_it_with_the_policy_before_the_next_update(script, monkeypatch):
     """No random actions, no update until --learning-starts transitions are there again."""
-    flags = {"learning_starts": 40, "utd_ratio": 1.0}
+
+    def constant(number, real, *inputs):
+        result = real(*inputs)
+        return 0 * result + 0.25 if script.name == "td3" else (0 * result[0] + 0.25, result[1])
+
+    flags = {"learning_starts": 40, "utd_ratio": 1.0} | ({"exploration_noise": 0.0} if script.name == "td3" else {})
     _, run_dir = script.train(**flags)
-    assert not list(run_dir.glob("replay_*"))
-    updates, sizes, acted = checkpoint(run_dir)["run"]["updates"], [], []
-    wrap(monkeypatch, script.module.ReplayMemory, "sample",
-         lambda number, real, self, *a: sizes.append((len(self), len(acted))) or real(self, *a))  # fmt: skip
-    wrap(monkeypatch, script.module.Actor, "forward", lambda number, real, *a: acted.append(1) or real(*a))
-    metrics = script.main(resume=str(run_dir), total_timesteps=384)
-    assert metrics["charts/updates"] == updates + 128 - 38
-    assert sizes[0] == (40, 20)  # 20 steps of two environments, all of the policy
     _, other = script.train(**flags, checkpoint_replay=True)
+    assert not list(run_dir.glob("replay_*"))
+    updates, sizes = checkpoint(run_dir)["run"]["updates"], []
+    wrap(monkeypatch, script.module.ReplayMemory, "sample",
+         lambda number, real, self, *a: sizes.append(len(self)) or real(self, *a))  # fmt: skip
+    wrap(monkeypatch, script.module.Actor, "forward", constant)
+    monkeypatch.setattr(Line, "seen", seen := [])
+    assert script.main(resume=str(run_dir), total_timesteps=384)["charts/updates"] == updates + 128 - 38
+    assert sizes[0] == 40 and np.all(np.array(seen) == 0.25)
     assert script.main(resume=str(other), total_timesteps=384)["charts/updates"] == updates + 128
 
 
