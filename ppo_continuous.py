@@ -496,7 +496,7 @@ class Logger:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}".replace("/", "-")
         self.run_dir, self.wandb, self.last = run_dir or Path(args.runs_dir) / name, None, {}
         self.path = self.run_dir / "metrics.csv"
-        with or_stop(2, f"cannot write in {args.runs_dir}", "Choose another --runs-dir.", (OSError,)):
+        with writing(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=run_dir is not None)
             self.tensorboard = SummaryWriter(self.run_dir, purge_step=resume_step + 1 if run_dir else None)
         rows = re.findall(r"^\d+,.*\n", self.path.read_text() if self.path.exists() else "", re.MULTILINE)
@@ -590,14 +590,15 @@ def crossed(every: int, before: int, after: int) -> bool:
 def check(args: Args) -> torch.device:
     """Refuse, with exit code 2 and before anything is written, whatever can be known to be wrong before training."""
     check_ranges(args, {
-        "num_envs total_timesteps num_steps num_minibatches update_epochs eval_episodes max_skipped_updates": (1, 1e12),
+        "num_envs num_steps update_epochs eval_episodes max_skipped_updates": (1, 1e12),
         "learning_rate adam_eps max_grad_norm clip_coef vf_clip_coef clip_obs clip_reward target_kl": (1e-12, 1e12),
         "ent_coef ent_coef_end vf_coef kl_coef log_every eval_every checkpoint_every": (0, 1e12),
-        "gamma gae_lambda": (0, 1), "seed": (0, 2**31 - 1)})
-    if args.total_timesteps < args.batch_size:
-        stop(2, f"--total-timesteps {args.total_timesteps} is under one rollout of {args.batch_size} steps. Raise it.")
-    if args.batch_size // args.num_minibatches < 1 + args.norm_adv:
-        stop(2, f"--num-minibatches {args.num_minibatches} leaves too few of {args.batch_size} samples each. Lower it.")
+        "gamma gae_lambda": (0, 1), "seed": (0, 2**31 - 1),
+        # One rollout at least, and for each minibatch one sample at least, or two to normalise.
+        "total_timesteps": (args.batch_size, 1e12), "num_minibatches": (1, args.batch_size // (1 + args.norm_adv))})
+    folder = next(path for path in Path(args.runs_dir, "x").absolute().parents if path.exists())
+    # (The slash: a file will not do.)
+    if not (args.evaluate or os.access(f"{folder}/", os.W_OK)): stop(2, f"{folder} is not writable. Change --runs-dir.")
     if len(f"{args.env_id}{args.exp_name}".encode()) > 200: stop(2, "the run's name is too long. Shorten --exp-name.")
     with or_stop(2, "--track", "Install wandb, then `wandb login` or set WANDB_MODE=offline."):
         wandb = importlib.import_module("wandb") if args.track else None
@@ -608,7 +609,8 @@ def check(args: Args) -> torch.device:
     advice = "Try another, module:Env-v0, dqn.py (discrete), ppo_atari.py (images), FlattenObservation; videos need EGL"
     with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
         envs, env = make_envs(args, 1, args.seed), make_eval_env(args, args.seed, args.render_mode)
-        if args.capture_video: importlib.import_module("moviepy"), env.reset(seed=args.seed), env.render()
+        env.reset(seed=args.seed)
+        if args.capture_video: importlib.import_module("moviepy"), env.render()
         envs.close(), env.close()
         obs, act = envs.single_observation_space, envs.single_action_space
         if not all(isinstance(s, gym.spaces.Box) for s in (obs, act)) or len(obs.shape) > 2 or act.dtype.kind != "f":

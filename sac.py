@@ -486,7 +486,7 @@ class Logger:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 1_000_000}".replace("/", "-")
         self.run_dir, self.wandb, self.last = run_dir or Path(args.runs_dir) / name, None, {}
         self.path = self.run_dir / "metrics.csv"
-        with or_stop(2, f"cannot write in {args.runs_dir}", "Choose another --runs-dir.", (OSError,)):
+        with writing(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=run_dir is not None)
             self.tensorboard = SummaryWriter(self.run_dir, purge_step=resume_step + 1 if run_dir else None)
         rows = re.findall(r"^\d+,.*\n", self.path.read_text() if self.path.exists() else "", re.MULTILINE)
@@ -580,17 +580,19 @@ def crossed(every: int, before: int, after: int) -> bool:
 def check(args: Args) -> torch.device:
     """Refuse, with exit code 2 and before anything is written, whatever can be known to be wrong before training."""
     check_ranges(args, {
-        "num_envs total_timesteps eval_episodes max_skipped_updates batch_size buffer_size": (1, 1e12),
-        "learning_starts policy_frequency num_critics critic_subset hidden_size": (1, 1e12),
+        "num_envs eval_episodes max_skipped_updates batch_size": (1, 1e12),
+        "policy_frequency num_critics hidden_size": (1, 1e12), "critic_subset": (1, args.num_critics),
         "policy_lr q_lr alpha": (1e-12, 1e12), "max_grad_norm": (1e-12, math.inf), "utd_ratio": (0, 1e4),
         "target_entropy": (-1e12, 1e12), "log_every": (1, 1e12), "eval_every checkpoint_every": (0, 1e12),
-        "gamma": (0, 1), "tau": (1e-12, 1), "seed": (0, 2**31 - 1)})
-    if args.total_timesteps < args.num_envs: stop(2, f"--total-timesteps {args.total_timesteps} is no step. Raise it.")
+        "gamma": (0, 1), "tau": (1e-12, 1), "seed": (0, 2**31 - 1),
+        # One step at least; a memory that gets as full as learning wants it.
+        "total_timesteps buffer_size": (args.num_envs, 1e12),
+        "learning_starts": (1, args.buffer_size // max(1, args.num_envs) * args.num_envs)})
     if args.total_timesteps <= args.learning_starts:
         print(f"warning: nothing is learned before --learning-starts {args.learning_starts}.", file=sys.stderr)
-    if args.critic_subset > args.num_critics: stop(2, f"--critic-subset {args.critic_subset}: not so many. Lower it.")
-    if args.buffer_size // args.num_envs * args.num_envs < max(1, args.learning_starts):
-        stop(2, f"--buffer-size {args.buffer_size} holds less than --learning-starts {args.learning_starts}. Raise it.")
+    folder = next(path for path in Path(args.runs_dir, "x").absolute().parents if path.exists())
+    # (The slash: a file will not do.)
+    if not (args.evaluate or os.access(f"{folder}/", os.W_OK)): stop(2, f"{folder} is not writable. Change --runs-dir.")
     if len(f"{args.env_id}{args.exp_name}".encode()) > 200: stop(2, "the run's name is too long. Shorten --exp-name.")
     with or_stop(2, "--track", "Install wandb, then `wandb login` or set WANDB_MODE=offline."):
         wandb = importlib.import_module("wandb") if args.track else None
@@ -601,7 +603,8 @@ def check(args: Args) -> torch.device:
     advice = "Try another, module:Env-v0, dqn.py (discrete), ppo_atari.py (images), FlattenObservation; videos need EGL"
     with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
         envs, env = make_envs(args, 1, args.seed), make_eval_env(args, args.seed, args.render_mode)
-        if args.capture_video: importlib.import_module("moviepy"), env.reset(seed=args.seed), env.render()
+        env.reset(seed=args.seed)
+        if args.capture_video: importlib.import_module("moviepy"), env.render()
         envs.close(), env.close()
         obs, act = envs.single_observation_space, envs.single_action_space
         if not all(isinstance(s, gym.spaces.Box) for s in (obs, act)) or len(obs.shape) > 2 or act.dtype.kind != "f":

@@ -137,8 +137,8 @@ def test_observation_statistics_travel_with_the_policy():
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        ({"num_envs": 3}, {"near", "time"}),  # Line
-        ({"env_id": "HalfCheetah-v5", "total_timesteps": 512, "num_steps": 128}, {"forward", "ctrl"}),
+        ({"num_envs": 3}, ["near", "time"]),  # Line
+        ({"env_id": "HalfCheetah-v5", "total_timesteps": 512, "num_steps": 128}, ["forward", "ctrl"]),
     ],
     ids=str,
 )

@@ -572,7 +572,7 @@ def test_evaluation_starts_as_the_scripts_does(algorithm, monkeypatch):
         ({"eval_episodes": 0}, "--eval-episodes 0"),
         ({"tau": 2.0}, "--tau 2.0"),
         ({"device": "none"}, "--device none"),
-        ({"runs_dir": "file/runs", "total_timesteps": 6000}, "cannot write in file/runs"),
+        ({"runs_dir": "file/runs", "total_timesteps": 6000}, "is not writable"),
     ],
 )
 def test_bad_input_of_sb3_is_refused(capsys, flags, words):
