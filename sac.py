@@ -47,7 +47,7 @@ Differs from the paper (docs/sac.md has the reasons):
 Read `main` first, then "The math".
 """
 
-import collections.abc, contextlib, copy, dataclasses, functools, importlib.metadata, json, math
+import collections.abc, contextlib, copy, dataclasses, functools, importlib.metadata, itertools, json, math
 import os, random, re, shlex, signal, subprocess, sys, time, types
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -194,19 +194,13 @@ def action_transform(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Networks
 # ---------------------------------------------------------------------------------------------------------------------
-# differs from ppo_continuous.py: ReLU, PyTorch's initialisation, layer normalisation
-def mlp(inputs: int, outputs: int, hidden: int, layer_norm: bool = False) -> nn.Sequential:
-    """Two hidden ReLU layers with PyTorch's own initialisation."""
-    first, second = ([nn.Linear(n, hidden), *[nn.LayerNorm(hidden)] * layer_norm, nn.ReLU()] for n in (inputs, hidden))
-    return nn.Sequential(*first, *second, nn.Linear(hidden, outputs))
-
-
 class Actor(nn.Module):
     """Gaussian whose mean and log std depend on the observation, squashed by tanh to the action range."""
 
     def __init__(self, obs_dim: int, scale: np.ndarray, shift: np.ndarray, hidden: int):
         super().__init__()
-        self.network = mlp(obs_dim, 2 * len(scale), hidden)
+        self.network = nn.Sequential(nn.Linear(obs_dim, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, hidden),
+                                     nn.ReLU(inplace=True), nn.Linear(hidden, 2 * len(scale)))
         self.register_buffer("scale", torch.as_tensor(scale, dtype=torch.float32))
         self.register_buffer("shift", torch.as_tensor(shift, dtype=torch.float32))
 
@@ -219,16 +213,24 @@ class Actor(nn.Module):
 
 
 class Critics(nn.Module):
-    """E independent estimates of Q(s, a)."""
+    """E independent estimates of Q(s, a), initialised as nn.Linear is; a layer of all is one matrix product."""
 
     def __init__(self, obs_dim: int, action_dim: int, number: int, hidden: int, layer_norm: bool):
         super().__init__()
-        self.networks = nn.ModuleList(mlp(obs_dim + action_dim, 1, hidden, layer_norm) for _ in range(number))
+        sizes = list(itertools.pairwise([obs_dim + action_dim, hidden, hidden, 1]))
+        def uniform(n: int, *shape: int) -> Tensor: return torch.empty(number, *shape).uniform_(-1, 1) / math.sqrt(n)
+        self.weights = nn.ParameterList(uniform(n, n, m) for n, m in sizes)
+        self.biases = nn.ParameterList(uniform(n, 1, m) for n, m in sizes)
+        self.scales = nn.ParameterList(torch.ones(number, 1, hidden) for _ in range(2 * layer_norm))
+        self.shifts = nn.ParameterList(torch.zeros(number, 1, hidden) for _ in range(2 * layer_norm))
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         """(B, obs_dim), (B, D) -> (E, B)."""
-        x = torch.cat([obs, actions], -1)
-        return torch.cat([network(x) for network in self.networks], -1).T
+        x = torch.cat([obs, actions], -1).expand(len(self.biases[0]), -1, -1)
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(bias, x.relu_() if i else x, weight)  # (E, B, m) = (E, 1, m) + (E, B, n) @ (E, n, m)
+            if i < len(self.scales): x = torch.addcmul(self.shifts[i], self.scales[i], F.layer_norm(x, x.shape[-1:]))
+        return x.squeeze(-1)
 
 
 # differs from ppo_continuous.py, ppo_atari.py: an actor, critics and their targets, a temperature
@@ -271,7 +273,7 @@ class ReplayMemory:
         # Counted from the oldest, so that a memory that was saved and loaded gives the same.
         ages, oldest = rng.integers(0, len(self), batch_size), max(0, self.steps - self.rows) * self.num_envs
         chosen = torch.as_tensor((oldest + ages) % (self.rows * self.num_envs), device=self.device)
-        return [x.flatten(0, 1)[chosen] for x in self.data.values()]
+        return [x.flatten(0, 1).index_select(0, chosen) for x in self.data.values()]
 
     def save(self, path: Path) -> None:
         """NPZ of all transitions, the oldest first, with the environment that each came from."""
@@ -350,32 +352,31 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
     with torch.no_grad():
         torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
     if train_policy:
-        # The policy follows the slope of the critics, whose weights are constants here.
-        weights = {name: weight.detach() for name, weight in agent.critics.named_parameters()}
         new_actions, logprobs = agent.actor(obs, noise[1])
-        q = torch.func.functional_call(agent.critics, weights, (obs, new_actions))  # (E, B)
+        q = agent.critics(obs, new_actions)  # (E, B)
         loss = policy_loss(logprobs, q.amin(0) if args.critic_subset == args.num_critics else q.mean(0), alpha)
         stats |= {"losses/actor_loss": loss.detach(), "losses/entropy": -logprobs.detach().mean()}
+        if args.autotune:  # one backward pass and step for both: neither loss depends on the other's parameters
+            alpha_loss = temperature_loss(agent.log_alpha, logprobs, agent.target_entropy)
+            loss, stats["losses/alpha_loss"] = loss + alpha_loss, alpha_loss.detach()
         stats["losses/actor_grad_norm"], bad = gradient_step(loss, optimizers["policy"], args.max_grad_norm)
         skipped = torch.maximum(skipped, bad)
-        if args.autotune:
-            loss = temperature_loss(agent.log_alpha, logprobs, agent.target_entropy)
-            stats["losses/alpha_loss"] = loss.detach()
-            skipped = torch.maximum(skipped, gradient_step(loss, optimizers["temperature"], math.inf)[1])
     return stats | {"skipped": skipped}
 
 
+# differs from ppo_continuous.py, ppo_atari.py: gradients of some of the parameters that the loss depends on
 @torch.compiler.disable  # a compiled update has its backward pass compiled already; tracing fused Adam only costs time
 def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> tuple[Tensor, Tensor]:
-    """Backward, clip, step. Returns (gradient norm before clipping, 1 if the step was skipped or 0).
+    """Backward, clip (the optimizer's first group), step, all for the optimizer's parameters alone.
 
-    A loss or gradient that is not finite changes nothing: fused Adam skips the step by itself when told so.
+    Returns (gradient norm before clipping, 1 if the step was skipped or 0). A loss or gradient that is not finite
+    changes nothing: fused Adam skips the step by itself when told so.
     """
-    parameters = optimizer.param_groups[0]["params"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters: p.grad = None
-    loss.backward()
+    loss.backward(inputs=parameters)
     # nn.utils.clip_grad_norm_ written out: for small networks its checks take longer than the sums.
-    grads = [p.grad for p in parameters]
+    grads = [p.grad for p in optimizer.param_groups[0]["params"]]
     grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     torch._foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1))
     optimizer.found_inf = 1 - torch.isfinite(loss.detach() + grad_norm).float()
@@ -580,11 +581,10 @@ def crossed(every: int, before: int, after: int) -> bool:
 def check(args: Args) -> torch.device:
     """Refuse, with exit code 2 and before anything is written, whatever can be known to be wrong before training."""
     check_ranges(args, {
-        "num_envs eval_episodes max_skipped_updates batch_size": (1, 1e12),
-        "policy_frequency num_critics hidden_size": (1, 1e12), "critic_subset": (1, args.num_critics),
-        "policy_lr q_lr alpha": (1e-12, 1e12), "max_grad_norm": (1e-12, math.inf), "utd_ratio": (0, 1e4),
-        "target_entropy": (-1e12, 1e12), "log_every": (1, 1e12), "eval_every checkpoint_every": (0, 1e12),
-        "gamma": (0, 1), "tau": (1e-12, 1), "seed": (0, 2**31 - 1),
+        "num_envs eval_episodes max_skipped_updates batch_size policy_frequency num_critics hidden_size": (1, 1e12),
+        "critic_subset": (1, args.num_critics), "policy_lr q_lr alpha": (1e-12, 1e12), "gamma": (0, 1),
+        "max_grad_norm": (1e-12, math.inf), "target_entropy": (-1e12, 1e12), "utd_ratio": (0, 1e4), "tau": (1e-12, 1),
+        "log_every": (1, 1e12), "eval_every checkpoint_every": (0, 1e12), "seed": (0, 2**31 - 1),
         # One step at least; a memory that gets as full as learning wants it.
         "total_timesteps buffer_size": (args.num_envs, 1e12),
         "learning_starts": (1, args.buffer_size // max(1, args.num_envs) * args.num_envs)})
@@ -628,9 +628,9 @@ def main(args: Args) -> dict[str, float]:
     space, (scale, shift) = envs.single_action_space, action_transform(envs.single_action_space)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(space.shape)
     agent = Agent(obs_dim, scale, shift, args).to(device)
-    optimizers = {name: torch.optim.Adam(weights, rate, fused=True) for name, weights, rate in (
-        ("critic", agent.critics.parameters(), args.q_lr), ("policy", agent.actor.parameters(), args.policy_lr),
-        ("temperature", [agent.log_alpha], args.q_lr))}
+    policy = [{"params": agent.actor.parameters(), "lr": args.policy_lr}, {"params": [agent.log_alpha]}]
+    optimizers = {"critic": torch.optim.Adam(agent.critics.parameters(), args.q_lr, fused=True),
+                  "policy": torch.optim.Adam(policy, args.q_lr, fused=True)}
     memory = ReplayMemory(args.buffer_size, args.num_envs, obs_dim, action_dim, device)
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
     run = types.SimpleNamespace(global_step=0, updates=0, owed_updates=0.0, skipped_updates=0, last_returns=[],
@@ -668,8 +668,7 @@ def main(args: Args) -> dict[str, float]:
                 # The memory first, under a name of its own: whenever this is cut short, a pair that fits is left.
                 if args.checkpoint_replay: memory.save(run_dir / f"replay_{run.global_step}.npz")
                 save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
-                for old in run_dir.glob("replay_*.npz"):
-                    if old.stem != f"replay_{run.global_step}": old.unlink()
+                for old in {*run_dir.glob("replay_*.npz")} - {run_dir / f"replay_{run.global_step}.npz"}: old.unlink()
             if first or last or crossed(args.eval_every, previous_step, run.global_step):
                 eval_returns, metrics = evaluate(args, agent, run_dir / "videos", f"step_{run.global_step}")
                 logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
@@ -704,8 +703,7 @@ def main(args: Args) -> dict[str, float]:
                 sums, steps = sums + rewards, steps + 1
                 for i in np.flatnonzero(dones):
                     logger.log(run.global_step, {"charts/episodic_return": sums[i], "charts/episodic_length": steps[i]})
-                    run.last_returns = [*run.last_returns[-99:], float(sums[i])]
-                    sums[i], steps[i] = 0, 0
+                    run.last_returns, sums[i], steps[i] = [*run.last_returns[-99:], float(sums[i])], 0, 0
                     bar.set_postfix({"return": f"{np.mean(run.last_returns):.1f}"}, refresh=False)
                 bar.update(args.num_envs)
 
@@ -733,14 +731,13 @@ def main(args: Args) -> dict[str, float]:
             run.rest_seconds = run.wall_seconds - run.environment_seconds - run.update_seconds
             means = {name: torch.stack([row[name] for row in rows if name in row]).nanmean()
                      for name in {name: 0 for row in rows for name in row if name != "skipped"}}
-            number = np.size(all_rewards)
             logger.log(run.global_step, means | {
-                "losses/skipped_updates": run.skipped_updates, "charts/updates": run.updates,
-                "charts/learning_rate": args.policy_lr, "charts/reward_mean": np.mean(all_rewards),
-                "charts/reward_min": np.min(all_rewards), "charts/reward_max": np.max(all_rewards),
-                "charts/SPS": number / (time.perf_counter() - interval_start), "time/rest": run.rest_seconds,
-                "time/environment": run.environment_seconds, "time/update": run.update_seconds,
-                **{name: total / number for name, total in reward_terms.items()}})
+                "losses/skipped_updates": run.skipped_updates, "charts/learning_rate": args.policy_lr,
+                "charts/reward_mean": np.mean(all_rewards), "charts/reward_min": np.min(all_rewards),
+                "charts/reward_max": np.max(all_rewards), "time/environment": run.environment_seconds,
+                "charts/updates": run.updates, "time/update": run.update_seconds, "time/rest": run.rest_seconds,
+                "charts/SPS": np.size(all_rewards) / (time.perf_counter() - interval_start),
+                **{name: total / np.size(all_rewards) for name, total in reward_terms.items()}})
 
     if last:
         summary = {"steps": run.global_step, **{k: v for k, v in vars(run).items() if k.endswith("_seconds")},

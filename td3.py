@@ -43,7 +43,7 @@ Differs from the paper (docs/td3.md has the reasons):
 Read `main` first, then "The math".
 """
 
-import collections.abc, contextlib, copy, dataclasses, functools, importlib.metadata, json, math
+import collections.abc, contextlib, copy, dataclasses, functools, importlib.metadata, itertools, json, math
 import os, random, re, shlex, signal, subprocess, sys, time, types
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -192,20 +192,14 @@ def action_transform(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Networks
 # ---------------------------------------------------------------------------------------------------------------------
-# differs from ppo_continuous.py, sac.py: ReLU, PyTorch's initialisation
-def mlp(inputs: int, outputs: int, hidden: int) -> nn.Sequential:
-    """Two hidden ReLU layers with PyTorch's own initialisation."""
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
-                         nn.Linear(hidden, outputs))
-
-
 # differs from sac.py: deterministic
 class Actor(nn.Module):
     """One action per observation, squashed by tanh to the action range."""
 
     def __init__(self, obs_dim: int, scale: np.ndarray, shift: np.ndarray, hidden: int):
         super().__init__()
-        self.network = mlp(obs_dim, len(scale), hidden)
+        self.network = nn.Sequential(nn.Linear(obs_dim, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, hidden),
+                                     nn.ReLU(inplace=True), nn.Linear(hidden, len(scale)))
         self.register_buffer("scale", torch.as_tensor(scale, dtype=torch.float32))
         self.register_buffer("shift", torch.as_tensor(shift, dtype=torch.float32))
 
@@ -214,18 +208,24 @@ class Actor(nn.Module):
         return self.network(obs).tanh() * self.scale + self.shift
 
 
-# differs from sac.py: always two critics
+# differs from sac.py: always two critics, no layer normalisation
 class Critics(nn.Module):
-    """Two independent estimates of Q(s, a)."""
+    """Two independent estimates of Q(s, a), initialised as nn.Linear is; a layer of both is one matrix product."""
 
     def __init__(self, obs_dim: int, action_dim: int, hidden: int):
         super().__init__()
-        self.networks = nn.ModuleList(mlp(obs_dim + action_dim, 1, hidden) for _ in range(2))
+        sizes = list(itertools.pairwise([obs_dim + action_dim, hidden, hidden, 1]))
+        def uniform(n: int, *shape: int) -> Tensor: return torch.empty(2, *shape).uniform_(-1, 1) / math.sqrt(n)
+        self.weights = nn.ParameterList(uniform(n, n, m) for n, m in sizes)
+        self.biases = nn.ParameterList(uniform(n, 1, m) for n, m in sizes)
 
-    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """(B, obs_dim), (B, D) -> (2, B)."""
-        x = torch.cat([obs, actions], -1)
-        return torch.cat([network(x) for network in self.networks], -1).T
+    def forward(self, obs: Tensor, actions: Tensor, number: int = 2) -> Tensor:
+        """(B, obs_dim), (B, D) -> (E, B), of both critics or, with number 1, of the first."""
+        x = torch.cat([obs, actions], -1).expand(number, -1, -1)
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            if number < 2: weight, bias = weight[:1], bias[:1]
+            x = torch.baddbmm(bias, x.relu_() if i else x, weight)  # (E, B, m) = (E, 1, m) + (E, B, n) @ (E, n, m)
+        return x.squeeze(-1)
 
 
 # differs from ppo_continuous.py, ppo_atari.py, sac.py: an actor and critics, targets of both
@@ -266,7 +266,7 @@ class ReplayMemory:
         # Counted from the oldest, so that a memory that was saved and loaded gives the same.
         ages, oldest = rng.integers(0, len(self), batch_size), max(0, self.steps - self.rows) * self.num_envs
         chosen = torch.as_tensor((oldest + ages) % (self.rows * self.num_envs), device=self.device)
-        return [x.flatten(0, 1)[chosen] for x in self.data.values()]
+        return [x.flatten(0, 1).index_select(0, chosen) for x in self.data.values()]
 
     def save(self, path: Path) -> None:
         """NPZ of all transitions, the oldest first, with the environment that each came from."""
@@ -344,9 +344,7 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
     stats = {"losses/qf_loss": loss.detach(), "losses/qf_values": q.detach().mean()}
     stats["losses/qf_grad_norm"], skipped = gradient_step(loss, optimizers["critic"], args.max_grad_norm)
     if train_policy:
-        # The policy follows the slope of the first critic, whose weights are constants here.
-        weights = {name: weight.detach() for name, weight in agent.critics.named_parameters()}
-        loss = policy_loss(torch.func.functional_call(agent.critics, weights, (obs, agent.actor(obs)))[0])
+        loss = policy_loss(agent.critics(obs, agent.actor(obs), 1))  # the slope of the first critic alone
         stats["losses/actor_loss"] = loss.detach()
         stats["losses/actor_grad_norm"], bad = gradient_step(loss, optimizers["policy"], args.max_grad_norm)
         skipped = torch.maximum(skipped, bad)
@@ -356,17 +354,19 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
     return stats | {"skipped": skipped}
 
 
+# differs from ppo_continuous.py, ppo_atari.py: gradients of some of the parameters that the loss depends on
 @torch.compiler.disable  # a compiled update has its backward pass compiled already; tracing fused Adam only costs time
 def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> tuple[Tensor, Tensor]:
-    """Backward, clip, step. Returns (gradient norm before clipping, 1 if the step was skipped or 0).
+    """Backward, clip (the optimizer's first group), step, all for the optimizer's parameters alone.
 
-    A loss or gradient that is not finite changes nothing: fused Adam skips the step by itself when told so.
+    Returns (gradient norm before clipping, 1 if the step was skipped or 0). A loss or gradient that is not finite
+    changes nothing: fused Adam skips the step by itself when told so.
     """
-    parameters = optimizer.param_groups[0]["params"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters: p.grad = None
-    loss.backward()
+    loss.backward(inputs=parameters)
     # nn.utils.clip_grad_norm_ written out: for small networks its checks take longer than the sums.
-    grads = [p.grad for p in parameters]
+    grads = [p.grad for p in optimizer.param_groups[0]["params"]]
     grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     torch._foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1))
     optimizer.found_inf = 1 - torch.isfinite(loss.detach() + grad_norm).float()
@@ -659,8 +659,7 @@ def main(args: Args) -> dict[str, float]:
                 # The memory first, under a name of its own: whenever this is cut short, a pair that fits is left.
                 if args.checkpoint_replay: memory.save(run_dir / f"replay_{run.global_step}.npz")
                 save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
-                for old in run_dir.glob("replay_*.npz"):
-                    if old.stem != f"replay_{run.global_step}": old.unlink()
+                for old in {*run_dir.glob("replay_*.npz")} - {run_dir / f"replay_{run.global_step}.npz"}: old.unlink()
             if first or last or crossed(args.eval_every, previous_step, run.global_step):
                 eval_returns, metrics = evaluate(args, agent, run_dir / "videos", f"step_{run.global_step}")
                 logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")

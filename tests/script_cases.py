@@ -190,7 +190,7 @@ SAC = Script(
     name="sac",
     tiny=OFF_POLICY_TINY,
     **OFF_POLICY,
-    parts={"agent", "critic_optimizer", "policy_optimizer", "temperature_optimizer"},
+    parts={"agent", "critic_optimizer", "policy_optimizer"},
     poisoned=("soft_td_target", 20, 1),
     rate="policy_lr",
     schedule=None,
