@@ -14,6 +14,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINING_RETURN, EVALUATION_RETURN = "charts/episodic_return", "eval/episodic_return"
+OVERESTIMATION = "eval/q_overestimation"
 SPEED, UPDATE_SECONDS = "charts/SPS", "time/update"
 
 

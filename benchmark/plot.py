@@ -5,8 +5,10 @@
     python benchmark/plot.py --results                        every script in benchmark/results
     python benchmark/plot.py --results ppo_continuous --table docs/ppo_continuous.md
 
-A run's curve goes to <run>/learning_curve.png. --results draws docs/images/<script>.png, one panel a task, and prints a
-Markdown table; --table also puts that table between `<!-- results:SCRIPT -->` and `<!-- /results:SCRIPT -->` in a file.
+A run's curve goes to <run>/learning_curve.png. --results draws docs/images/<script>.png, one panel a task (and one for
+the critics' overestimation where an algorithm logs it), and prints a Markdown table; --table also puts that table
+between `<!-- results:SCRIPT -->` and `<!-- /results:SCRIPT -->` in a file. `script+label` is compared with `script`. An
+experiment of its own has labels with a plus: `--results td3+ablation` compares `td3+ablation+X` with `td3+ablation`.
 
 Intervals are 95 % percentile intervals of a stratified bootstrap: within each task the seeds are resampled (Agarwal et
 al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice", 2021, arXiv:2108.13264). The generator's
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from common import EVALUATION_RETURN, TRAINING_RETURN, insert_table, read_json, read_metrics, refuse
+from common import EVALUATION_RETURN, TRAINING_RETURN, insert_table, read_json, read_metrics, refuse, slug
 from scipy.stats import trim_mean
 
 plt.switch_backend("Agg")  # pictures go to files: no display is needed
@@ -118,14 +120,27 @@ def draw_run(run: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def folder_names(results: Path) -> set[str]:
+    return {path.name for path in results.glob("*/")} - {"speed"}
+
+
+def experiments(results: Path) -> set[str]:
+    """The labelled scripts that have variants of their own: `td3+ablation` where there is a `td3+ablation+X`."""
+    names = folder_names(results)
+    return {name for name in names if "+" in name and any(other.startswith(f"{name}+") for other in names)}
+
+
 def load_results(results: Path, script: str) -> dict[str, dict[str, list[dict]]]:
     """variant -> task -> its results by seed, failed ones among them; the unchanged script comes first.
 
-    `script+label` is a variant, and so is `sb3+script`, the same algorithm by others.
+    `script+label` is a variant, and so is `sb3+script`, the same algorithm by others; what belongs to an experiment of
+    its own is none of `script`'s.
     """
     loaded: dict[str, dict[str, list[dict]]] = {}
-    folders = [path for path in results.glob("*/") if script in path.name.split("+")]
-    for folder in sorted(folders, key=lambda path: (path.name.split("+")[0] != script, path.name)):
+    names, others = folder_names(results), experiments(results) - {script}
+    own = [name for name in names if f"{name}+".startswith(f"{script}+") or name.endswith(f"+{script}")]
+    own = [name for name in own if not any(f"{name}+".startswith(f"{other}+") for other in others)]
+    for folder in (results / name for name in sorted(own, key=lambda name: (not name.startswith(script), name))):
         contents = sorted((read_json(path) for path in folder.glob("*.json")), key=lambda r: (r["task"], r["seed"]))
         for result in contents:
             loaded.setdefault(folder.name, {}).setdefault(result["task"], []).append(result)
@@ -255,10 +270,14 @@ def on_common_steps(curves: list[list[list[float]]]) -> tuple[np.ndarray, np.nda
     return grid, np.array([np.interp(grid, *np.array(curve).T) for curve in curves])
 
 
-def draw_panel(axes, task: str, loaded: dict[str, dict[str, list[dict]]]) -> None:
-    """Each variant's mean over seeds with its 95 % band; one thin line a seed."""
+def overestimation_of(result: dict) -> list[list[float]]:
+    return result.get("overestimation_curve", [])
+
+
+def draw_panel(axes, task: str, loaded: dict[str, dict[str, list[dict]]], of=curve_of, label: str = "return") -> None:
+    """Each variant's mean over seeds with its 95 % band; one thin line a seed. `of` takes the curve from a result."""
     for position, (variant, tasks) in enumerate(loaded.items()):
-        curves = [curve for curve in map(curve_of, done(tasks.get(task, []))) if curve]
+        curves = [curve for curve in map(of, done(tasks.get(task, []))) if curve]
         if not curves:
             continue
         colour = COLOURS[position % len(COLOURS)]
@@ -268,21 +287,26 @@ def draw_panel(axes, task: str, loaded: dict[str, dict[str, list[dict]]]) -> Non
         axes.plot(steps, returns.mean(axis=0), color=colour, label=f"{variant} ({len(curves)} seeds)")
         if len(curves) > 1:
             axes.fill_between(steps, *band(returns), color=colour, alpha=0.2, linewidth=0)
-    axes.set(title=task, xlabel="step", ylabel="return")
+    axes.set(title=task, xlabel="step", ylabel=label)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
 
 
 def draw_results(loaded: dict[str, dict[str, list[dict]]], path: Path) -> Path:
-    """The grid of panels, one a task, three in a row."""
+    """The grid of panels, one a task and then one a task whose critics' overestimation is known, three in a row."""
     tasks = sorted({task for tasks in loaded.values() for task in tasks})
-    columns = min(3, len(tasks))
-    rows = -(-len(tasks) // columns)
+    panels = [(task, loaded, curve_of, "return") for task in tasks]
+    for task in tasks:
+        results = [result for tasks in loaded.values() for result in tasks.get(task, [])]
+        if any(map(overestimation_of, results)):
+            panels.append((task, loaded, overestimation_of, "overestimation of Q"))
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(5 * columns, 3.6 * rows), squeeze=False, layout="constrained")
-    for axes in grid.flat[len(tasks) :]:
+    for axes in grid.flat[len(panels) :]:
         axes.remove()
-    for axes, task in zip(grid.flat, tasks, strict=False):
-        draw_panel(axes, task, loaded)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        draw_panel(axes, *panel)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -291,13 +315,14 @@ def draw_results(loaded: dict[str, dict[str, list[dict]]], path: Path) -> Path:
 
 def report(args: argparse.Namespace) -> None:
     """Picture and table of every script asked for."""
-    found = sorted({path.name.split("+")[0] for path in args.results_dir.glob("*/") if path.name != "speed"})
+    names = folder_names(args.results_dir)
+    found = sorted({name.removeprefix("sb3+").split("+")[0] for name in names} | experiments(args.results_dir))
     for script in args.results or found or refuse(f"no results in {args.results_dir}/. Run benchmark/run.py first."):
         loaded = load_results(args.results_dir, script)
         if not loaded:
             refuse(f"no results of {script} in {args.results_dir}/. There are: {', '.join(found) or 'none'}.")
         text = table(script, loaded)
-        print(f"{text}\n\n{draw_results(loaded, args.images_dir / f'{script}.png')}\n")
+        print(f"{text}\n\n{draw_results(loaded, args.images_dir / f'{slug(script)}.png')}\n")
         if args.table:
             insert_table(args.table, script, text)
 

@@ -29,6 +29,7 @@ from pathlib import Path
 import tyro
 from common import (
     EVALUATION_RETURN,
+    OVERESTIMATION,
     ROOT,
     TRAINING_RETURN,
     commit,
@@ -146,9 +147,9 @@ def thinned(curve: list, points: int = CURVE_POINTS) -> list:
 
 
 def measurements(run: Path | None) -> dict:
-    """The numbers of a run, finished or not: counters, times, both curves, training and evaluation returns apart."""
+    """The numbers of a run, finished or not: counters, times, curves, training and evaluation returns apart."""
     summary = read_json(run / "summary.json") if run else {}
-    rows = read_metrics(run, TRAINING_RETURN, EVALUATION_RETURN) if run else {}
+    rows = read_metrics(run, TRAINING_RETURN, EVALUATION_RETURN, OVERESTIMATION) if run else {}
     episodes, evaluations = rows.get(TRAINING_RETURN, []), rows.get(EVALUATION_RETURN, [])
     steps = summary.get("steps") or max((step for step, _ in episodes + evaluations), default=0)
     times = ("wall_seconds", "steps_per_second", "environment_seconds", "update_seconds", "rest_seconds")
@@ -163,6 +164,7 @@ def measurements(run: Path | None) -> dict:
         "best": max(ranked, key=lambda row: row[1], default=None),
         "learning_curve": learning_curve(episodes, steps) if steps else [],
         "evaluation_curve": thinned(evaluations),
+        "overestimation_curve": thinned(rows.get(OVERESTIMATION, [])),
         "final_evaluation": final,
     }
 

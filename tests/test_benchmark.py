@@ -67,6 +67,8 @@ for step in range(start + 1, steps + 1):
         (run / "waiting").write_text(str(os.getpid()))
         time.sleep(20)
 metrics.write(f"{steps // 2},eval/episodic_return,900\\n{steps},eval/episodic_return,500\\n")
+if seed < 3:
+    metrics.write(f"{steps // 2},eval/q_overestimation,-7.5\\n{steps},eval/q_overestimation,3\\n")
 metrics.close()
 (run / "checkpoint.pt").write_text(str(steps))
 summary = dict(steps=steps, wall_seconds=60.0, steps_per_second=9.0, environment_seconds=2.0, update_seconds=3.0)
@@ -140,6 +142,7 @@ def test_a_result_holds_what_the_run_left():
     assert (got["environment_seconds"], got["update_seconds"], got["rest_seconds"]) == (2.0, 3.0, 1.0)
     assert (got["training_return"], got["final_evaluation"], got["final"]) == (20.0, [400.0, 600.0], 500.0)
     assert (got["best"], got["evaluation_curve"]) == ([2000, 900.0], [[2000, 900.0], [4000, 500.0]])
+    assert got["overestimation_curve"] == [[2000, -7.5], [4000, 3.0]]
     assert (got["threads"], got["workers"]) == (2, 2)
     assert got["command"] == "OMP_NUM_THREADS=2 python fake.py --env-id a/B-v0 --seed 2 --total-timesteps 4000"
     assert json.loads((folders("a-B-v0__fake__2__*")[0] / "config.json").read_text())["threads"] == "2"
@@ -397,6 +400,38 @@ def test_table_goes_between_the_markers(capsys):
     assert "- fake: IQM over 2 tasks 1.000" in text
     assert "2 at a time with OMP_NUM_THREADS=1. Commit: abc." in text
     assert Path("images/fake.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_experiment_is_compared_with_its_own_base(capsys, monkeypatch):
+    """`fake+trial` has variants, so it is an experiment; `fake+same` has none, `sb3+fake` is another's `fake`."""
+    names = ("", "same", "trial", "trial+less", "trial+more")
+    for name in names:
+        bench(name=name)
+    Path("results/fake").rename("results/sb3+fake")
+    bench()
+    loaded = plot.load_results(Path("results"), "fake")
+    assert list(loaded) == ["fake", "fake+same", "sb3+fake"]
+    loaded = plot.load_results(Path("results"), "fake+trial")
+    assert list(loaded) == ["fake+trial", "fake+trial+less", "fake+trial+more"]
+    plot.main(["--results", "--results-dir", "results", "--images-dir", "images"])
+    assert sorted(path.name for path in Path("images").iterdir()) == ["fake+trial.png", "fake.png"]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fake+trial+less")]
+    assert len(rows) == 1 and rows[0].endswith("| too few seeds |")
+
+
+def test_overestimation_has_panels_of_its_own_where_it_is_known(monkeypatch):
+    bench(seeds=3, tasks=("a/B-v0", "Task-v0"))
+    loaded, drawn, real = plot.load_results(Path("results"), "fake"), [], plot.draw_panel
+    for value in loaded["fake"]["a/B-v0"]:
+        del value["overestimation_curve"]  # results from before it was kept
+    assert loaded["fake"]["Task-v0"][2]["overestimation_curve"] == []
+    monkeypatch.setattr(plot, "draw_panel", lambda axes, *panel: drawn.append((axes, *panel)) or real(axes, *panel))
+    plot.draw_results(loaded, Path("images/fake.png"))
+    seen = [(axes.get_title(), axes.get_ylabel(), axes.get_legend_handles_labels()[1]) for axes, *_ in drawn]
+    returns = [(task, "return", ["fake (3 seeds)"]) for task in ("Task-v0", "a/B-v0")]
+    assert seen == [*returns, ("Task-v0", "overestimation of Q", ["fake (2 seeds)"])]
+    line = drawn[-1][0].get_lines()[-1]
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([500, 1000], [-7.5, 3.0])
 
 
 def test_failed_runs_are_counted_in_the_table(monkeypatch):
