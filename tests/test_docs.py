@@ -170,6 +170,13 @@ def symbols(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
+def recipe_flags(path: str, root: Path) -> dict[str, Flag]:
+    """The flags that docs/recipes/X.patch adds to a script's Args; its page X.md may name them."""
+    patch = (root / path).with_suffix(".patch")
+    added = re.findall(r"^\+    (\w+): (\w+)[^=\n]* = ", patch.read_text(), re.MULTILINE) if patch.exists() else []
+    return {f"--{name.replace('_', '-')}": Flag("none" if kind == "bool" else "one", kind) for name, kind in added}
+
+
 def script_of(path: str, root: Path) -> Path | None:
     """X.py for docs/X.md, if there is such a script."""
     script = root / f"{Path(path).stem}.py"
@@ -195,7 +202,7 @@ def command_problems(path: str, text: str, root: Path) -> list[str]:
         runs = command[0] in ("python", "python3", "torchrun") or command[:2] == ["uv", "run"]
         at = next((i for i, word in enumerate(command) if word.endswith(".py")), None)
         if runs and at and "-m" not in command[:at] and (root / command[at]).exists():
-            found = argument_problems(root / command[at], command[at + 1 :], root)
+            found = argument_problems(root / command[at], command[at + 1 :], root, recipe_flags(path, root))
             problems += [f"`{shlex.join(command)}`: {problem}" for problem in found]
     return problems
 
@@ -210,9 +217,12 @@ def files_of(command: list[str]) -> list[str]:
     return found
 
 
-def argument_problems(program: Path, arguments: list[str], root: Path) -> list[str]:
-    """What is wrong with a program's arguments: a flag that it does not know, or a value that does not fit."""
-    flags, problems = program_flags(program), []
+def argument_problems(program: Path, arguments: list[str], root: Path, more: dict | None = None) -> list[str]:
+    """What is wrong with a program's arguments: a flag that it does not know, or a value that does not fit.
+
+    `more` are flags that it has on this page alone.
+    """
+    flags, problems = program_flags(program) | (more or {}), []
     groups: list[list[str]] = [[]]
     for word in arguments:
         if word.startswith("--") and " " not in word:
@@ -267,6 +277,7 @@ def flag_problems(path: str, text: str, root: Path) -> list[str]:
     """Every `--flag` in inline code exists, on docs/X.md in X.py. (Whole commands: command_problems.)"""
     programs = programs_of(path, root)
     known = {flag for program in programs if program.exists() for flag in program_flags(program)}
+    known |= recipe_flags(path, root).keys()
     spans = [span for span in inline_code(text) if span.split()[0] not in LAUNCHERS]
     given = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[a-z0-9]+(?:-[a-z0-9]+)*(?![\w*-])", span)}
     given |= {flag for span in spans for flag in re.findall(r"(?<![\w-])--\w*_\w*", span)}
@@ -608,6 +619,16 @@ def test_other_pages_speak_of_all_programs(repository):
         assert all_problems(text, repository, path) == []
         found = all_problems("`--none` `losses/none`", repository, path)
         assert found == ["`--none` is no flag of any script or tool", "`losses/none` is logged by no script"]
+
+
+def test_a_recipes_page_may_name_the_flags_that_its_patch_adds(repository):
+    folder = repository / "docs" / "recipes"
+    folder.mkdir()
+    (folder / "x.patch").write_text("+    share: float = 0.5\n+    path: str | None = None\n     old: int = 3\n")
+    page = "`--share`, `--path`, `--old`\n```bash\npython toy.py --share 0.3 --path a\npython toy.py --share x\n```\n"
+    assert flag_problems("docs/recipes/x.md", page, repository) == ["`--old` is no flag of any script or tool"]
+    assert command_problems("docs/recipes/x.md", page, repository) == ["`python toy.py --share x`: --share cannot be x"]
+    assert len(command_problems("docs/recipes/y.md", page, repository)) == 3
 
 
 def test_python_blocks_of_one_section():

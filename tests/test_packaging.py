@@ -64,11 +64,11 @@ def run_alone(path: Path, *arguments: str) -> Run:
 
 
 @functools.cache
-def short_run(path: Path, task: str) -> Run:
+def short_run(path: Path, task: str, *more_flags: str) -> Run:
     """A short training run of a script on a task, with whatever shortens it."""
     fields = sync.Script(path).fields
     flags = [word for name, value in SHORT.items() if name in fields for word in (flag_of(name), str(value))]
-    return run_alone(path, *(["--env-id", task] if "env_id" in fields else []), *flags)
+    return run_alone(path, *(["--env-id", task] if "env_id" in fields else []), *flags, *more_flags)
 
 
 def flag_of(name: str) -> str:

@@ -527,10 +527,10 @@ def test_layer_norm_is_in_the_critics_where_asked():
     x, plain = torch.cat([obs, actions], 1), make_agent(sac, num_critics=3, hidden_size=24)
     for critics in (agent.critics, agent.target_critics):
         assert len(critics.scales) == len(critics.shifts) == 2
-        for scale, shift in zip(critics.scales, critics.shifts, strict=True):  # each critic has its own, nn.LayerNorm's
+        for i, (scale, shift) in enumerate(zip(critics.scales, critics.shifts, strict=True)):  # each critic has its own
             assert torch.equal(scale, f64(np.ones((3, 1, 24)))) and torch.equal(shift, f64(np.zeros((3, 1, 24))))
             with torch.no_grad():
-                scale.copy_(1 + normal(3, 1, 24)), shift.copy_(normal(3, 1, 24, seed=1))
+                scale.copy_(1 + normal(3, 1, 24, seed=i)), shift.copy_(normal(3, 1, 24, seed=10 + i))
         close(critics(obs, actions), torch.stack([one_critic(critics, e, x) for e in range(3)]), 1e-9)
         critics.load_state_dict(plain.critics.state_dict(), strict=False)  # the same weights without the norm
         assert (critics(obs, actions) - plain.critics(obs, actions)).abs().min() > 1e-6
