@@ -378,7 +378,7 @@ def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: floa
     # nn.utils.clip_grad_norm_ written out: for small networks its checks take longer than the sums.
     grads = [p.grad for p in optimizer.param_groups[0]["params"]]
     grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    torch._foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1))
+    if max_grad_norm < math.inf: torch._foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1))
     optimizer.found_inf = 1 - torch.isfinite(loss.detach() + grad_norm).float()
     optimizer.step()
     return grad_norm, optimizer.found_inf
