@@ -353,7 +353,7 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
         torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
     if train_policy:
         new_actions, logprobs = agent.actor(obs, noise[1])
-        q = agent.critics(obs, new_actions)  # (E, B)
+        q = agent.critics(obs, new_actions)  # (E, B); the critics are constants: gradient_step leaves them alone
         loss = policy_loss(logprobs, q.amin(0) if args.critic_subset == args.num_critics else q.mean(0), alpha)
         stats |= {"losses/actor_loss": loss.detach(), "losses/entropy": -logprobs.detach().mean()}
         if args.autotune:  # one backward pass and step for both: neither loss depends on the other's parameters
