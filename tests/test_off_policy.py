@@ -69,6 +69,28 @@ def test_stored_actions_are_those_of_the_environment(script, monkeypatch):
     assert np.histogram(acted[:40], 4, (10, 20))[0].min() > 40  # of 240, 60 expected in each quarter
 
 
+def test_no_rounding_takes_an_action_out_of_its_range(script, monkeypatch):
+    """In float32, middle and half of [-0.5, 1.9] add up to 1.9000001: a policy that has saturated would be outside."""
+    space = gym.make("toy_envs:LineRounded-v0").action_space
+    scale, shift = script.module.action_transform(space)
+    assert shift + scale > space.high and shift - scale < space.low
+    monkeypatch.setattr(Line, "seen", seen := [])
+    ends = [shift + scale, shift - scale]
+    real = script.module.Actor.forward
+
+    def saturated(self, obs, *noise):
+        if script.name == "sac":
+            return torch.as_tensor(np.array(ends[len(seen) % 2])).expand(len(obs), 1), real(self, obs, *noise)[1]
+        return torch.as_tensor(np.array(ends[len(seen) % 2])).expand(len(obs), 1)
+
+    monkeypatch.setattr(script.module.Actor, "forward", saturated)
+    quiet = {} if script.name == "sac" else {"exploration_noise": 0.0}
+    flags = {"total_timesteps": 20, "learning_starts": 4, "utd_ratio": 0.0, "eval_episodes": 1}
+    script.train(env_id="toy_envs:LineRounded-v0", **flags, **quiet)
+    acted = np.concatenate(seen[4:])  # in training, then in evaluation
+    assert set(acted.tolist()) == {space.low.item(), space.high.item()}
+
+
 def test_several_environments_are_told_apart(script):
     data = replay(script.train(env_id="toy_envs:Counter-v0", checkpoint_replay=True)[1])
     assert list(data) == KEYS and all(len(column) == 256 for column in data.values())

@@ -196,6 +196,7 @@ def pictures(num_envs: int, *, autoreset_mode, noop_max: int, num_threads: int, 
 
 
 gym.register("Line-v0", Line, max_episode_steps=16)
+gym.register("LineRounded-v0", Line, max_episode_steps=16, kwargs={"low": -0.5, "high": 1.9})
 gym.register("LineScaled-v0", Line, max_episode_steps=16, kwargs={"low": 10.0, "high": 20.0, "shape": (2, 3)})
 gym.register("Counter-v0", CounterEnv, max_episode_steps=4)
 gym.register("CounterEnds-v0", CounterEnv, max_episode_steps=4, kwargs={"ends_at": 3})
