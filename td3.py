@@ -43,7 +43,7 @@ Differs from the paper (docs/td3.md has the reasons):
 Read `main` first, then "The math".
 """
 
-import collections.abc, contextlib, copy, dataclasses, functools, importlib.metadata, itertools, json, math
+import collections.abc, contextlib, copy, dataclasses, functools, importlib.metadata, json, math
 import os, random, re, shlex, signal, subprocess, sys, time, types
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -214,18 +214,19 @@ class Critics(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, hidden: int):
         super().__init__()
-        sizes = list(itertools.pairwise([obs_dim + action_dim, hidden, hidden, 1]))
         def uniform(n: int, *shape: int) -> Tensor: return torch.empty(2, *shape).uniform_(-1, 1) / math.sqrt(n)
-        self.weights = nn.ParameterList(uniform(n, n, m) for n, m in sizes)
-        self.biases = nn.ParameterList(uniform(n, 1, m) for n, m in sizes)
+        self.weights = nn.ParameterList(uniform(n, n, hidden) for n in (obs_dim + action_dim, hidden))
+        self.biases = nn.ParameterList(uniform(n, 1, hidden) for n in (obs_dim + action_dim, hidden))
+        self.out_weight, self.out_bias = nn.Parameter(uniform(hidden, 1, hidden)), nn.Parameter(uniform(hidden, 1))
 
     def forward(self, obs: Tensor, actions: Tensor, number: int = 2) -> Tensor:
         """(B, obs_dim), (B, D) -> (E, B), of both critics or, with number 1, of the first."""
         x = torch.cat([obs, actions], -1).expand(number, -1, -1)
-        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+        for weight, bias in zip(self.weights, self.biases, strict=True):
             if number < 2: weight, bias = weight[:1], bias[:1]
-            x = torch.baddbmm(bias, x.relu_() if i else x, weight)  # (E, B, m) = (E, 1, m) + (E, B, n) @ (E, n, m)
-        return x.squeeze(-1)
+            x = torch.baddbmm(bias, x, weight).relu_()  # (E, B, hidden) = (E, 1, hidden) + (E, B, n) @ (E, n, hidden)
+        # Faster on the CPU than a matrix product of width 1.
+        return (x * self.out_weight[:number]).sum(-1) + self.out_bias[:number]
 
 
 # differs from ppo_continuous.py, ppo_atari.py, sac.py: an actor and critics, targets of both
@@ -579,8 +580,7 @@ def check(args: Args) -> torch.device:
         # One step at least; a memory that gets as full as learning wants it.
         "total_timesteps buffer_size": (args.num_envs, 1e12),
         "learning_starts": (1, args.buffer_size // max(1, args.num_envs) * args.num_envs)})
-    if args.total_timesteps <= args.learning_starts:
-        print(f"warning: nothing is learned before --learning-starts {args.learning_starts}.", file=sys.stderr)
+    if args.total_timesteps <= args.learning_starts: print("warning: --learning-starts is not reached", file=sys.stderr)
     folder = next(path for path in Path(args.runs_dir, "x").absolute().parents if path.exists())
     # (The slash: a file will not do.)
     if not (args.evaluate or os.access(f"{folder}/", os.W_OK)): stop(2, f"{folder} is not writable. Change --runs-dir.")

@@ -540,7 +540,8 @@ def test_layer_norm_is_in_the_critics_where_asked():
 def linear_parameters(critics: nn.Module, e: int) -> list[torch.Tensor]:
     """Weights (out, in) and biases (out,) of the e-th critic, layer by layer, as those of an nn.Linear."""
     layers = zip(critics.weights, critics.biases, strict=True)
-    return [p for weight, bias in layers for p in (weight[e].T, bias[e, 0])]
+    hidden = [p for weight, bias in layers for p in (weight[e].T, bias[e, 0])]
+    return [*hidden, critics.out_weight[e], critics.out_bias[e]]
 
 
 def one_critic(critics: nn.Module, e: int, x: torch.Tensor) -> torch.Tensor:
