@@ -152,7 +152,7 @@ def test_value_does_not_end_at_a_time_limit(script, monkeypatch, as_termination)
              lambda number, real, self, *step: real(self, *step[:-2], step[-2] | step[-1], step[-1]))  # fmt: skip
     still = {"autotune": False, "alpha": 1e-9, "q_lr": 1e-2} if script.name == "sac" else {"learning_rate": 1e-2}
     _, run_dir = script.train(
-        env_id="toy_envs:Constant-v0", gamma=0.8, tau=0.1, utd_ratio=1.0, batch_size=32, total_timesteps=800, **still
+        env_id="toy_envs:Constant-v0", gamma=0.8, tau=0.1, utd_ratio=1.0, batch_size=32, total_timesteps=1600, **still
     )
     assert values(run_dir, "losses/qf_values")[-1] == pytest.approx(1 / 0.36 if as_termination else 5, abs=0.1)
 
