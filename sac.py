@@ -204,12 +204,12 @@ class Actor(nn.Module):
         self.register_buffer("scale", torch.as_tensor(scale, dtype=torch.float32))
         self.register_buffer("shift", torch.as_tensor(shift, dtype=torch.float32))
 
-    def forward(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, obs: Tensor, noise: Tensor, logprob: bool = True) -> tuple[Tensor, Tensor | None]:
         """Actions (B, D) for standard normal noise (B, D), and their log-probabilities (B,); noise 0 gives the mode."""
         mean, log_std = self.network(obs).chunk(2, -1)
         log_std = log_std.clamp(-5, 2)
         u = mean + log_std.exp() * noise
-        return u.tanh() * self.scale + self.shift, squashed_log_prob(u, mean, log_std, self.scale)
+        return u.tanh() * self.scale + self.shift, squashed_log_prob(u, mean, log_std, self.scale) if logprob else None
 
 
 class Critics(nn.Module):
@@ -679,7 +679,7 @@ def main(args: Args) -> dict[str, float]:
             while run.global_step < budget and not crossed(args.log_every, previous_step, run.global_step):
                 # Act: with a sample of the policy, but at first at random over the whole action range.
                 noise = rng.standard_normal((args.num_envs, action_dim), np.float32)
-                with torch.no_grad(): actions = agent.actor(to_device(obs), to_device(noise))[0].cpu().numpy()
+                with torch.no_grad(): actions = agent.actor(to_device(obs), to_device(noise), False)[0].cpu().numpy()
                 if run.global_step < args.learning_starts: actions = rng.uniform(-1, 1, actions.shape) * scale + shift
                 env_actions = actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
                 step_start = time.perf_counter()
