@@ -31,7 +31,7 @@ Gaussian squashed to the action range, follows their slope; a temperature prices
 Run:
     python sac.py                                                # HalfCheetah-v5, one million steps
     python sac.py --env-id Pendulum-v1 --total-timesteps 30000
-    python sac.py --utd-ratio 20 --num-critics 10 --critic-subset 2 --layer-norm       # REDQ
+    python sac.py --utd-ratio 20 --num-critics 10 --critic-subset 2 --layer-norm       # REDQ with layer norm
 
 Expect: (runs to come)
 
@@ -109,11 +109,11 @@ class Args:
     policy_lr: float = 3e-4
     """learning rate of the policy's Adam"""
     q_lr: float = 3e-4
-    """learning rate of the critics' and the temperature's Adam"""
+    """learning rate of critics and temperature"""
     buffer_size: int = 1_000_000
     """transitions that the replay memory holds, the newest"""
     checkpoint_replay: bool = False
-    """save the replay memory with each checkpoint, as replay_<step>.npz; cql.py and iql.py read it"""
+    """save the replay memory with the newest checkpoint, as replay_<step>.npz; cql.py and iql.py read it"""
     batch_size: int = 256
     """transitions per update"""
     learning_starts: int = 5000
@@ -133,7 +133,7 @@ class Args:
     gamma: float = 0.99
     """discount (gamma)"""
     tau: float = 0.005
-    """share of the way that the target critics go towards the critics after each update (tau)"""
+    """share of the way that the targets go towards their networks at each of their updates (tau)"""
     autotune: bool = True
     """learn the temperature; otherwise it stays at --alpha"""
     alpha: float = 1.0
@@ -205,7 +205,7 @@ class Actor(nn.Module):
         self.register_buffer("shift", torch.as_tensor(shift, dtype=torch.float32))
 
     def forward(self, obs: Tensor, noise: Tensor, logprob: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Actions (B, D) for standard normal noise (B, D), and their log-probabilities (B,); noise 0 gives the mode."""
+        """Actions (B, D) for standard normal noise (B, D), and their log-probabilities (B,) or None."""
         mean, log_std = self.network(obs).chunk(2, -1)
         log_std = log_std.clamp(-5, 2)
         u = mean + log_std.exp() * noise
@@ -213,7 +213,7 @@ class Actor(nn.Module):
 
 
 class Critics(nn.Module):
-    """E independent estimates of Q(s, a), initialised as nn.Linear is; a layer of all is one matrix product."""
+    """E independent estimates of Q(s, a), initialised as nn.Linear is; a hidden layer of all is one batched product."""
 
     def __init__(self, obs_dim: int, action_dim: int, number: int, hidden: int, layer_norm: bool):
         super().__init__()
@@ -221,6 +221,7 @@ class Critics(nn.Module):
         self.weights = nn.ParameterList(uniform(n, n, hidden) for n in (obs_dim + action_dim, hidden))
         self.biases = nn.ParameterList(uniform(n, 1, hidden) for n in (obs_dim + action_dim, hidden))
         self.out_weight, self.out_bias = nn.Parameter(uniform(hidden, 1, hidden)), nn.Parameter(uniform(hidden, 1))
+        # Of the layer normalisation, nn.LayerNorm's parameters for each critic.
         self.scales = nn.ParameterList(torch.ones(number, 1, hidden) for _ in range(2 * layer_norm))
         self.shifts = nn.ParameterList(torch.zeros(number, 1, hidden) for _ in range(2 * layer_norm))
 
@@ -346,8 +347,7 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
         next_actions, next_logprobs = agent.actor(next_obs, noise[0])
         next_q = agent.target_critics(next_obs, next_actions)[subset].amin(0)  # (E, B) -> (B,)
         target = soft_td_target(rewards, terminations, next_q, next_logprobs, alpha, args.gamma)
-    q = agent.critics(obs, actions)  # (E, B)
-    loss = qf_loss(q, target)
+    loss = qf_loss(q := agent.critics(obs, actions), target)  # q: (E, B)
     stats = {"losses/qf_loss": loss.detach(), "losses/qf_values": q.detach().mean(), "losses/alpha": alpha}
     stats["losses/qf_grad_norm"], skipped = gradient_step(loss, optimizers["critic"], args.max_grad_norm)
     with torch.no_grad():
@@ -389,7 +389,7 @@ def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: floa
 # Evaluate
 # ---------------------------------------------------------------------------------------------------------------------
 def evaluate(args: Args, agent: Agent, folder: Path, name: str) -> tuple[list, dict]:
-    """Play `--eval-episodes` with the mode of the policy: (every return, the `eval/*` metrics).
+    """Play `--eval-episodes` without noise: (every return, the `eval/*` metrics).
 
     Then play as many with samples: their soft returns say by how much the critics overestimate. Episode k starts from
     the same seed in every evaluation. With --capture-video the first one is recorded in `folder`.
@@ -400,16 +400,16 @@ def evaluate(args: Args, agent: Agent, folder: Path, name: str) -> tuple[list, d
         env = make_eval_env(args, args.seed, args.render_mode)
         if args.capture_video: env = gym.wrappers.RecordVideo(env, folder, lambda k: k == 0, name_prefix=name)
         stack.callback(env.close)
-        modes, samples = ([play(agent, env, seed, noise) for seed in seeds] for noise in (None, rng))
-    returns = [sum(rewards) for rewards, *_ in modes]
+        means, samples = ([play(agent, env, seed, noise) for seed in seeds] for noise in (None, rng))
+    returns = [sum(rewards) for rewards, *_ in means]
     errors = [q - soft_return(rewards, bonuses, tail, args.gamma) for rewards, bonuses, q, tail in samples]
     return returns, {"eval/episodic_return": np.mean(returns), "eval/q_overestimation": np.mean(errors),
-                     "eval/episodic_length": np.mean([len(rewards) for rewards, *_ in modes])}
+                     "eval/episodic_length": np.mean([len(rewards) for rewards, *_ in means])}
 
 
 @torch.no_grad()
 def play(agent: Agent, env: gym.Env, seed: int, rng: np.random.Generator | None) -> tuple[list, list, float, float]:
-    """One episode with samples from rng, or the mode: rewards (T,), entropy bonuses (T,), Q of the first action, and
+    """One episode with samples from rng, or noiseless: rewards (T,), entropy bonuses (T,), Q of the first action, and
     the value of what a time limit cut off.
     """
     box, alpha, q, rewards, bonuses = env.action_space, agent.log_alpha.exp(), [], [], []
@@ -589,7 +589,6 @@ def check(args: Args) -> torch.device:
         # One step at least; a memory that gets as full as learning wants it.
         "total_timesteps buffer_size": (args.num_envs, 1e12),
         "learning_starts": (1, args.buffer_size // max(1, args.num_envs) * args.num_envs)})
-    if args.total_timesteps <= args.learning_starts: print("warning: --learning-starts is not reached", file=sys.stderr)
     folder = next(path for path in Path(args.runs_dir, "x").absolute().parents if path.exists())
     # (The slash: a file will not do.)
     if not (args.evaluate or os.access(f"{folder}/", os.W_OK)): stop(2, f"{folder} is not writable. Change --runs-dir.")
@@ -600,8 +599,8 @@ def check(args: Args) -> torch.device:
             raise PermissionError("not logged in")
     with or_stop(2, "--compile", "Install a C++ compiler (g++), or leave it out."):
         if args.compile: torch.compile(torch.sin)(torch.zeros(2, device=choose_device(args.device)))
-    advice = "Try another, module:Env-v0, dqn.py (discrete), ppo_atari.py (images), FlattenObservation; videos need EGL"
-    with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
+    hint = "See dqn.py (discrete), ppo_atari.py (image), ppo_continuous.py (unbounded), FlattenObservation; video: EGL"
+    with or_stop(2, f"--env-id {args.env_id} cannot be used", hint):
         envs, env = make_envs(args, 1, args.seed), make_eval_env(args, args.seed, args.render_mode)
         env.reset(seed=args.seed)
         if args.capture_video: importlib.import_module("moviepy"), env.render()
@@ -609,7 +608,8 @@ def check(args: Args) -> torch.device:
         obs, act = envs.single_observation_space, envs.single_action_space
         if not all(isinstance(s, gym.spaces.Box) for s in (obs, act)) or len(obs.shape) > 2 or act.dtype.kind != "f":
             raise TypeError(f"it needs a Box of numbers and a Box of floats, not {obs} and {act}")
-        if not np.isfinite(act.high / 2 - act.low / 2).all(): raise TypeError(f"unbounded {act}: see ppo_continuous.py")
+        # (A range without width would have an infinite density.)
+        if not ((w := act.high / 2 - act.low / 2) > 0).all() or np.isinf(w).any(): raise TypeError(f"range of {act}")
         if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP: raise TypeError("not SAME_STEP")
     return choose_device(args.device)
 
@@ -628,9 +628,9 @@ def main(args: Args) -> dict[str, float]:
     space, (scale, shift) = envs.single_action_space, action_transform(envs.single_action_space)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(space.shape)
     agent = Agent(obs_dim, scale, shift, args).to(device)
-    policy = [{"params": agent.actor.parameters(), "lr": args.policy_lr}, {"params": [agent.log_alpha]}]
+    groups = (agent.actor.parameters(), args.policy_lr), ([agent.log_alpha], args.q_lr)  # policy and temperature
     optimizers = {"critic": torch.optim.Adam(agent.critics.parameters(), args.q_lr, fused=True),
-                  "policy": torch.optim.Adam(policy, args.q_lr, fused=True)}
+                  "policy": torch.optim.Adam([{"params": p, "lr": rate} for p, rate in groups], fused=True)}
     memory = ReplayMemory(args.buffer_size, args.num_envs, obs_dim, action_dim, device)
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
     run = types.SimpleNamespace(global_step=0, updates=0, owed_updates=0.0, skipped_updates=0, last_returns=[],
@@ -648,8 +648,9 @@ def main(args: Args) -> dict[str, float]:
     # reduce-overhead: CUDA graphs on CUDA; on the CPU the same as the default mode.
     run_dir, step_update = logger.run_dir, torch.compile(update, mode="reduce-overhead") if args.compile else update
     budget = args.total_timesteps // args.num_envs * args.num_envs
-    size = sum(x.nbytes for x in memory.data.values()) / 2**20
-    print(f"{args.env_id}: {budget} steps, replay memory of {size:.0f} MiB, on {device} {run_dir}", flush=True)
+    size, last_size = sum(x.nbytes for x in memory.data.values()) >> 20, len(memory) + budget - run.global_step
+    print(f"{args.env_id}: {budget} steps, replay memory of {size} MiB, on {device} {run_dir}", flush=True)
+    if last_size < args.learning_starts: print("warning: learning never starts (--learning-starts)", file=sys.stderr)
 
     to_device, bad_rows, previous_step = functools.partial(torch.as_tensor, device=device), [], run.global_step
     started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10
@@ -666,9 +667,10 @@ def main(args: Args) -> dict[str, float]:
             last, first = run.global_step >= budget, not checkpoint and run.global_step == 0 < args.eval_every
             if last or caught or crossed(args.checkpoint_every, previous_step, run.global_step):
                 # The memory first, under a name of its own: whenever this is cut short, a pair that fits is left.
-                if args.checkpoint_replay: memory.save(run_dir / f"replay_{run.global_step}.npz")
+                replay = run_dir / f"replay_{run.global_step}.npz"
+                if args.checkpoint_replay: memory.save(replay)
                 save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
-                for old in {*run_dir.glob("replay_*.npz")} - {run_dir / f"replay_{run.global_step}.npz"}: old.unlink()
+                for old in {*run_dir.glob("replay_*")} - {replay} if args.checkpoint_replay else (): old.unlink()
             if first or last or crossed(args.eval_every, previous_step, run.global_step):
                 eval_returns, metrics = evaluate(args, agent, run_dir / "videos", f"step_{run.global_step}")
                 logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
@@ -678,8 +680,8 @@ def main(args: Args) -> dict[str, float]:
             rows, all_rewards, reward_terms = [], [], collections.Counter()
             while run.global_step < budget and not crossed(args.log_every, previous_step, run.global_step):
                 # Act: with a sample of the policy, but at first at random over the whole action range.
-                noise = rng.standard_normal((args.num_envs, action_dim), np.float32)
-                with torch.no_grad(): actions = agent.actor(to_device(obs), to_device(noise), False)[0].cpu().numpy()
+                noise = to_device(rng.standard_normal((args.num_envs, action_dim), np.float32))
+                with torch.no_grad(): actions = agent.actor(to_device(obs), noise, logprob=False)[0].cpu().numpy()
                 if run.global_step < args.learning_starts: actions = rng.uniform(-1, 1, actions.shape) * scale + shift
                 env_actions = actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
                 step_start = time.perf_counter()
@@ -720,7 +722,7 @@ def main(args: Args) -> dict[str, float]:
                     rows.append(dict(zip(stats, torch.stack(tuple(stats.values())), strict=True)))
                 run.update_seconds += time.perf_counter() - update_start
 
-            # Metrics: losses are means over the interval, at whose end alone we wait for the GPU.
+            # Metrics: losses are means over the interval, read at its end only: reading waits for the GPU.
             for row in rows:  # skipped: something was not finite
                 bad_rows = [*bad_rows, row] if row["skipped"] else []
                 if len(bad_rows) >= args.max_skipped_updates:

@@ -15,7 +15,7 @@
 # ///
 """Twin Delayed Deep Deterministic policy gradient (TD3), and DDPG: off-policy control of continuous actions.
 
-Critics learn the value of replayed actions; a deterministic policy follows their slope. Where the critics are wrong the
+Critics learn the value of replayed actions; a deterministic policy follows their slope. Where they are too high the
 policy finds it out and goes there, so TD3 adds three fixes to DDPG, each with a switch of its own.
     Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", 2018, arXiv:1802.09477
     Lillicrap et al., "Continuous control with deep reinforcement learning" (DDPG), 2015, arXiv:1509.02971
@@ -36,7 +36,8 @@ Expect: (runs to come)
 Differs from the paper (docs/td3.md has the reasons):
     1. Noise is given in units of half the action range, so that one number fits all environments.
     2. A time limit is no death: only `terminated` ends the return.
-    3. DDPG's network sizes, batch normalisation and weight decay are not here; all three switches off is its update.
+    3. Networks of 256-256, batches of 256, rate 3e-4 (there 400-300, 100, 1e-3). All three switches off is the update
+       of DDPG, without its network sizes, batch normalisation and weight decay.
     4. After --resume the environments start new episodes. Without --checkpoint-replay the memory is filled with
        --learning-starts steps of the current policy before the next update. All else continues.
 
@@ -107,7 +108,7 @@ class Args:
     buffer_size: int = 1_000_000
     """transitions that the replay memory holds, the newest"""
     checkpoint_replay: bool = False
-    """save the replay memory with each checkpoint, as replay_<step>.npz; cql.py and iql.py read it"""
+    """save the replay memory with the newest checkpoint, as replay_<step>.npz; cql.py and iql.py read it"""
     batch_size: int = 256
     """transitions per update"""
     learning_starts: int = 25_000
@@ -137,7 +138,7 @@ class Args:
     gamma: float = 0.99
     """discount (gamma)"""
     tau: float = 0.005
-    """share of the way that the target critics go towards the critics after each update (tau)"""
+    """share of the way that the targets go towards their networks at each of their updates (tau)"""
     max_grad_norm: float = math.inf
     """clip range of the global gradient norm"""
 
@@ -210,7 +211,7 @@ class Actor(nn.Module):
 
 # differs from sac.py: always two critics, no layer normalisation
 class Critics(nn.Module):
-    """Two independent estimates of Q(s, a), initialised as nn.Linear is; a layer of both is one matrix product."""
+    """Two independent estimates of Q(s, a), initialised as nn.Linear is; a hidden layer of both is one product."""
 
     def __init__(self, obs_dim: int, action_dim: int, hidden: int):
         super().__init__()
@@ -223,7 +224,7 @@ class Critics(nn.Module):
         """(B, obs_dim), (B, D) -> (E, B), of both critics or, with number 1, of the first."""
         x = torch.cat([obs, actions], -1).expand(number, -1, -1)
         for weight, bias in zip(self.weights, self.biases, strict=True):
-            if number < 2: weight, bias = weight[:1], bias[:1]
+            if number < 2: weight, bias = weight[:1], bias[:1]  # (a slice of both would cost time in the backward pass)
             x = torch.baddbmm(bias, x, weight).relu_()  # (E, B, hidden) = (E, 1, hidden) + (E, B, n) @ (E, n, hidden)
         # Faster on the CPU than a matrix product of width 1.
         return (x * self.out_weight[:number]).sum(-1) + self.out_bias[:number]
@@ -288,7 +289,7 @@ class ReplayMemory:
 # ---------------------------------------------------------------------------------------------------------------------
 def smoothed_target_action(action: Tensor, noise: Tensor, noise_clip: Tensor | float, low: Tensor | float,
                            high: Tensor | float) -> Tensor:
-    """clip(action + clip(noise, +-noise_clip), low, high), arXiv:1802.09477 eq. 14. All in action units, (B, D)."""
+    """clip(action + clip(noise, +-noise_clip), low, high), arXiv:1802.09477 algorithm 1. In action units, (B, D)."""
     return torch.clamp(action + torch.clamp(noise, -noise_clip, noise_clip), low, high)
 
 
@@ -314,7 +315,7 @@ def qf_loss(q: Tensor, target: Tensor) -> Tensor:
 
 # differs from ppo_continuous.py, ppo_atari.py, sac.py: the critic alone
 def policy_loss(q: Tensor) -> Tensor:
-    """-mean(Q(s, mu(s))), arXiv:1802.09477 eq. 4, (B,)."""
+    """-mean(Q(s, mu(s))), arXiv:1802.09477 algorithm 1, (B,)."""
     return -q.mean()
 
 
@@ -345,7 +346,7 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
     stats = {"losses/qf_loss": loss.detach(), "losses/qf_values": q.detach().mean()}
     stats["losses/qf_grad_norm"], skipped = gradient_step(loss, optimizers["critic"], args.max_grad_norm)
     if train_policy:
-        loss = policy_loss(agent.critics(obs, agent.actor(obs), 1))  # the slope of the first critic alone
+        loss = policy_loss(agent.critics(obs, agent.actor(obs), number=1))  # the slope of the first critic alone
         stats["losses/actor_loss"] = loss.detach()
         stats["losses/actor_grad_norm"], bad = gradient_step(loss, optimizers["policy"], args.max_grad_norm)
         skipped = torch.maximum(skipped, bad)
@@ -580,7 +581,6 @@ def check(args: Args) -> torch.device:
         # One step at least; a memory that gets as full as learning wants it.
         "total_timesteps buffer_size": (args.num_envs, 1e12),
         "learning_starts": (1, args.buffer_size // max(1, args.num_envs) * args.num_envs)})
-    if args.total_timesteps <= args.learning_starts: print("warning: --learning-starts is not reached", file=sys.stderr)
     folder = next(path for path in Path(args.runs_dir, "x").absolute().parents if path.exists())
     # (The slash: a file will not do.)
     if not (args.evaluate or os.access(f"{folder}/", os.W_OK)): stop(2, f"{folder} is not writable. Change --runs-dir.")
@@ -638,8 +638,9 @@ def main(args: Args) -> dict[str, float]:
     # reduce-overhead: CUDA graphs on CUDA; on the CPU the same as the default mode.
     run_dir, step_update = logger.run_dir, torch.compile(update, mode="reduce-overhead") if args.compile else update
     budget = args.total_timesteps // args.num_envs * args.num_envs
-    size = sum(x.nbytes for x in memory.data.values()) / 2**20
-    print(f"{args.env_id}: {budget} steps, replay memory of {size:.0f} MiB, on {device} {run_dir}", flush=True)
+    size, last_size = sum(x.nbytes for x in memory.data.values()) >> 20, len(memory) + budget - run.global_step
+    print(f"{args.env_id}: {budget} steps, replay memory of {size} MiB, on {device} {run_dir}", flush=True)
+    if last_size < args.learning_starts: print("warning: learning never starts (--learning-starts)", file=sys.stderr)
 
     to_device, bad_rows, previous_step = functools.partial(torch.as_tensor, device=device), [], run.global_step
     started, interval = time.perf_counter() - run.wall_seconds, 0.5 if sys.stderr.isatty() else 10
@@ -657,9 +658,10 @@ def main(args: Args) -> dict[str, float]:
             last, first = run.global_step >= budget, not checkpoint and run.global_step == 0 < args.eval_every
             if last or caught or crossed(args.checkpoint_every, previous_step, run.global_step):
                 # The memory first, under a name of its own: whenever this is cut short, a pair that fits is left.
-                if args.checkpoint_replay: memory.save(run_dir / f"replay_{run.global_step}.npz")
+                replay = run_dir / f"replay_{run.global_step}.npz"
+                if args.checkpoint_replay: memory.save(replay)
                 save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
-                for old in {*run_dir.glob("replay_*.npz")} - {run_dir / f"replay_{run.global_step}.npz"}: old.unlink()
+                for old in {*run_dir.glob("replay_*")} - {replay} if args.checkpoint_replay else (): old.unlink()
             if first or last or crossed(args.eval_every, previous_step, run.global_step):
                 eval_returns, metrics = evaluate(args, agent, run_dir / "videos", f"step_{run.global_step}")
                 logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
@@ -714,7 +716,7 @@ def main(args: Args) -> dict[str, float]:
                     rows.append(dict(zip(stats, torch.stack(tuple(stats.values())), strict=True)))
                 run.update_seconds += time.perf_counter() - update_start
 
-            # Metrics: losses are means over the interval, at whose end alone we wait for the GPU.
+            # Metrics: losses are means over the interval, read at its end only: reading waits for the GPU.
             for row in rows:  # skipped: something was not finite
                 bad_rows = [*bad_rows, row] if row["skipped"] else []
                 if len(bad_rows) >= args.max_skipped_updates:

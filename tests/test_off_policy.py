@@ -78,7 +78,7 @@ def test_no_rounding_takes_an_action_out_of_its_range(script, monkeypatch):
     ends = [shift + scale, shift - scale]
     real = script.module.Actor.forward
 
-    def saturated(self, obs, *noise):
+    def saturated(self, obs, *noise, **options):
         if script.name == "sac":
             return torch.as_tensor(np.array(ends[len(seen) % 2])).expand(len(obs), 1), real(self, obs, *noise)[1]
         return torch.as_tensor(np.array(ends[len(seen) % 2])).expand(len(obs), 1)
@@ -135,9 +135,29 @@ def test_policy_frequency(script, monkeypatch):
         assert (policy_updates(), policy_updates(delayed_policy=False)) == (32, 64)
 
 
-def test_budget_inside_warm_up_only_warns(script, capsys):
-    assert script.train(learning_starts=300)[0]["charts/updates"] == 0
-    assert "warning" in capsys.readouterr().err
+@pytest.mark.parametrize(("learning_starts", "updates"), [(258, 0), (257, 0), (256, 2), (254, 4)])
+def test_budget_inside_warm_up_only_warns(script, capsys, learning_starts, updates):
+    """Two environments, 256 steps: with 256 the last step's updates are the only ones."""
+    assert script.train(learning_starts=learning_starts, utd_ratio=1.0)[0]["charts/updates"] == updates
+    assert ("warning: learning never starts" in capsys.readouterr().err) == (updates == 0)
+
+
+def test_resume_without_time_to_fill_the_memory_warns(script, capsys):
+    before, run_dir = script.train(learning_starts=200, utd_ratio=1.0)
+    after = script.main(resume=str(run_dir), total_timesteps=384)
+    assert before["charts/updates"] == after["charts/updates"] == 58
+    assert capsys.readouterr().err.count("warning: learning never starts") == 1
+
+
+def test_memories_that_the_run_did_not_make_are_left_alone(script):
+    """Without --checkpoint-replay nothing is deleted; with it what is left of earlier ones and of broken writes is."""
+    for keep in (False, True):
+        _, run_dir = script.train(total_timesteps=128, checkpoint_replay=keep)
+        for name in ("replay_7.npz", "replay_8.npz.tmp"):
+            (run_dir / name).write_bytes(b"x")
+        script.main(resume=str(run_dir), total_timesteps=256)
+        left = {path.name for path in run_dir.glob("replay_*")}
+        assert left == ({"replay_256.npz"} if keep else {"replay_7.npz", "replay_8.npz.tmp"})
 
 
 @pytest.mark.parametrize("as_termination", [False, True])
@@ -178,8 +198,8 @@ def test_memory_is_saved_beside_each_checkpoint_and_alone(script, monkeypatch):
 def test_resume_without_memory_fills_it_with_the_policy_before_the_next_update(script, monkeypatch):
     """No random actions, no update until --learning-starts transitions are there again."""
 
-    def constant(number, real, *inputs):
-        result = real(*inputs)
+    def constant(number, real, *inputs, **options):
+        result = real(*inputs, **options)
         return 0 * result + 0.25 if script.name == "td3" else (0 * result[0] + 0.25, result[1])
 
     flags = {"learning_starts": 40, "utd_ratio": 1.0} | ({"exploration_noise": 0.0} if script.name == "td3" else {})

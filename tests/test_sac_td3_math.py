@@ -480,6 +480,13 @@ def test_critics_are_independent_functions_of_observation_and_action(module):
         assert torch.equal(agent.critics(obs, actions, 1), q[:1])
 
 
+def test_an_action_that_cannot_move_is_refused(capsys):
+    """Its range has no width, so its density would be infinite."""
+    with pytest.raises(SystemExit, match="2"):
+        sac.check(sac.Args(env_id="toy_envs:Other_empty-v0"))
+    assert "range of Box" in capsys.readouterr().err
+
+
 @both
 def test_shapes_do_not_broadcast(module):
     """Case 89: a (B, 1) beside a (B,) would make a (B, B) loss, of the right type and wrong in every number."""

@@ -124,6 +124,8 @@ class OtherSpaces(ConstantEnv):
             self.action_space = gym.spaces.Box(0, 3, (1,), np.int64)
         if kind == "unbounded":
             self.action_space = gym.spaces.Box(-np.inf, np.inf, (1,))
+        if kind == "empty":
+            self.action_space = gym.spaces.Box(np.float32([-1, 2]), np.float32([1, 2]))
 
     def reset(self, *, seed=None, options=None):
         return self.observation_space.sample(), {}
@@ -206,7 +208,7 @@ gym.register("Odd-v0", OddEnv, max_episode_steps=5)
 gym.register("Constant-v0", ConstantEnv, max_episode_steps=5)
 for fault in ("nan_obs", "nan_reward", "inf_final", "raise"):
     gym.register(f"Faulty_{fault}-v0", FaultyEnv, max_episode_steps=1000, kwargs={"fault": fault})
-for kind in ("image", "dict", "integer_action", "unbounded"):
+for kind in ("image", "dict", "integer_action", "unbounded", "empty"):
     gym.register(f"Other_{kind}-v0", OtherSpaces, kwargs={"kind": kind})
 for name, frames, options in (
     ("Picture-v0", 64, {}),
