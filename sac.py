@@ -179,7 +179,7 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
 
 
 def require_finite(*arrays: np.ndarray) -> None:
-    """Raise before an observation or reward that is nan or infinite reaches the statistics or the rollout."""
+    """Raise before an observation or reward that is nan or infinite reaches anything that learns."""
     if not all(np.isfinite(x).all() for x in arrays): raise ValueError(f"observation or reward not finite: {arrays}")
 
 
