@@ -727,7 +727,7 @@ def main(args: Args) -> dict[str, float]:
                     rows.append(torch.stack(tuple(stats.values())))
                 kl = torch.stack(rows[-args.num_minibatches:])[:, list(stats).index("losses/approx_kl")].nanmean()
                 if args.target_kl and joint_mean(kl) > args.target_kl: break
-            table = joint_mean(torch.stack(rows)).cpu().numpy()  # (updates, metrics): the update waits for the GPU here alone
+            table = joint_mean(torch.stack(rows)).cpu().numpy()  # (updates, metrics); the update waits here alone
             run.update_seconds += time.perf_counter() - update_start
 
             for row in table:  # the last column says whether the update was skipped, because something was not finite

@@ -739,7 +739,7 @@ def main(args: Args) -> dict[str, float]:
                     rows.append(torch.stack(tuple(stats.values())))
                 kl = torch.stack(rows[-args.num_minibatches:])[:, list(stats).index("losses/approx_kl")].nanmean()
                 if args.target_kl and not args.kl_penalty and kl > args.target_kl: break
-            table = torch.stack(rows).cpu().numpy()  # (updates, metrics): the update waits for the GPU here alone
+            table = torch.stack(rows).cpu().numpy()  # (updates, metrics); the update waits here alone
             if args.kl_penalty:
                 kl = gaussian_kl(old_mean, old_log_std, agent.actor_mean(obs), agent.actor_log_std).mean().item()
                 run.kl_coef = adapt_kl_coef(run.kl_coef, kl, args.target_kl or 0.01)
