@@ -235,7 +235,8 @@ TD3 = Script(
     changed={
         **OFF_POLICY_CHANGED,
         "learning_rate": 1e-2,
-        "clipped_double_q": (False, {"env_id": "Pendulum-v1"}),  # on Line the first critic stays below the other
+        # Where the first critic is not below the other all the time.
+        "clipped_double_q": (False, {"env_id": "Pendulum-v1", "seed": 2}),
         "delayed_policy": False,
         "policy_frequency": 3,
         "target_smoothing": False,
