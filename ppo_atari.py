@@ -33,13 +33,14 @@ Run:
     python ppo_atari.py --env-id ALE/Pong-v5 --total-timesteps 2000000
     torchrun --nproc-per-node 4 ppo_atari.py --num-envs 32              # one process per GPU; all numbers are totals
 
-Expect: on Pong a score of -3.6 and 1.9 (two seeds; it starts at -20) after two million steps, still rising, at 150 to
-200 steps a second on one core of a virtual AMD EPYC without bf16 instructions and 270 on two.
+Expect: on Pong a score of -3.6 and 1.9 (two seeds; it starts at -20) after two million steps, still rising, at
+some 150 steps a second on one core of a virtual AMD EPYC without bf16 instructions and 270 on two.
 
 Differs from the paper (most are the customary details of PPO implementations; docs/ppo_atari.md has the reasons):
     1. The value loss is clipped like the policy's (--no-clip-vloss for the paper's), with its own --vf-clip-coef.
     2. Advantages are normalised per minibatch; the gradient norm is clipped; orthogonal initialisation; Adam eps 1e-5.
-    3. Four epochs of four minibatches; clip range 0.1 throughout (the paper anneals it with the learning rate).
+    3. Four epochs (the paper: three) of four minibatches; clip range 0.1 throughout (the paper anneals it with the
+       learning rate); 0.5 * 0.5 of the value's squared error in the loss (the paper: all of it).
     4. A lost life ends the return (V = 0 after it), but neither the game nor the stack of frames.
     5. At the limit of 108,000 frames the value of the last observation is bootstrapped.
     6. Evaluation samples actions, since the greedy policy can play on forever without scoring in some games.
@@ -98,7 +99,8 @@ class Args:
     max_skipped_updates: int = 10
     """stop when this many updates in a row were skipped because loss or gradient was not finite"""
     resume: str | None = None
-    """continue the run of this checkpoint file or run folder, with its flags, in its folder"""
+    """continue the run of this checkpoint file or run folder, with its flags, in its folder; of the flags given here
+    those count that differ from their default"""
     evaluate: str | None = None
     """no training: evaluate this checkpoint file or run folder and print the returns"""
 
@@ -191,8 +193,8 @@ def game_over(terminated: np.ndarray, truncated: np.ndarray, frame: np.ndarray, 
 
 
 def require_finite(*arrays: np.ndarray) -> None:
-    """Raise before an observation or reward that is nan or infinite reaches anything that learns."""
-    if not all(np.isfinite(x).all() for x in arrays): raise ValueError(f"observation or reward not finite: {arrays}")
+    """Raise before an observation or reward that is nan, or infinite as float32, reaches anything that learns."""
+    if not all((np.abs(x) < 3.4e38).all() for x in arrays): raise ValueError(f"observation/reward not finite: {arrays}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -534,7 +536,7 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     hint, ours = f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py.", f"{SCRIPT}.py, format {FORMAT}"
     # Whatever the file system, the zip reader or the unpickler may say:
     with or_stop(2, f"{file} is missing or no checkpoint", hint):
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"folder": file.parent}
         made_by, flags = f"{checkpoint['script']}.py, format {checkpoint['format_version']}", checkpoint["flags"]
     if made_by != ours: stop(2, f"{file} is a checkpoint of {made_by}, not {ours}. {hint}")
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if getattr(args, f.name) != f.default}
@@ -555,22 +557,25 @@ def restore(checkpoint: dict, run: types.SimpleNamespace, parts: dict, rng: np.r
 
 
 def catch_signals(stack: contextlib.ExitStack) -> list[int]:
-    """Collect SIGINT and SIGTERM in a list that the training loop looks at; a second one quits at once."""
+    """Collect SIGINT and SIGTERM in a list that the training loop looks at; another one a second later quits at once.
+
+    (A launcher may send the same one twice: to all processes of a job, and through their parent.)
+    """
     caught = []
 
     def handler(signum: int, frame) -> None:
-        if caught: sys.exit(128 + signum)
-        caught.append(signum)
-        print("\nstopping once it can be resumed (now: once more, without saving)", file=sys.stderr, flush=True)
+        if caught and time.monotonic() > caught[1] + 1: sys.exit(128 + signum)
+        if not caught: print("\nstopping once it can be resumed (now: once more)", file=sys.stderr, flush=True)
+        caught.extend([signum, time.monotonic()])
 
     with contextlib.suppress(ValueError):  # only the main thread may do this
         for sig in (signal.SIGINT, signal.SIGTERM): stack.callback(signal.signal, sig, signal.signal(sig, handler))
     return caught
 
 
-def crossed(every: int, before: int, after: int) -> bool:
-    """Whether a multiple of `every` lies in (before, after]; never for 0."""
-    return every > 0 and before // every < after // every
+def crossed(before: int, after: int, *every: int) -> bool:
+    """Whether a multiple of one of these lies in (before, after]; 0 has none."""
+    return any(n > 0 and before // n < after // n for n in every)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -578,6 +583,8 @@ def crossed(every: int, before: int, after: int) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 def check(args: Args) -> torch.device:
     """Refuse, with exit code 2 and before anything is written, whatever can be known to be wrong before training."""
+    if args.num_envs % args.world_size:
+        stop(2, f"--num-envs {args.num_envs} cannot be shared among {args.world_size} processes. Use a multiple.")
     check_ranges(args, {
         "num_envs num_steps update_epochs eval_episodes max_skipped_updates": (1, 1e12),
         "learning_rate adam_eps max_grad_norm clip_coef vf_clip_coef clip_reward target_kl": (1e-12, 1e12),
@@ -586,18 +593,15 @@ def check(args: Args) -> torch.device:
         # One rollout at least, and for each minibatch one sample at least, or two to normalise.
         "total_timesteps": (args.batch_size, 1e12),
         "num_minibatches": (1, args.local_envs * args.num_steps // (1 + args.norm_adv))})
-    if args.num_envs % args.world_size:
-        stop(2, f"--num-envs {args.num_envs} cannot be shared among {args.world_size} processes. Use a multiple.")
     folder = next(path for path in Path(args.runs_dir, "x").absolute().parents if path.exists())
     # (The slash: a file will not do.)
     if not (args.evaluate or os.access(f"{folder}/", os.W_OK)): stop(2, f"{folder} is not writable. Change --runs-dir.")
     if len(f"{args.env_id}{args.exp_name}".encode()) > 200: stop(2, "the run's name is too long. Shorten --exp-name.")
     with or_stop(2, "--track", "Install wandb, then `wandb login` or set WANDB_MODE=offline."):
-        wandb = importlib.import_module("wandb") if args.track else None
-        if wandb and os.getenv("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
-            raise PermissionError("not logged in")
+        login = importlib.import_module("wandb").login if args.track and not args.evaluate else None
+        if login and os.getenv("WANDB_MODE", "online") == "online" and not login(prompt=False): raise PermissionError
     with or_stop(2, "--compile", "Install a C++ compiler (g++), or leave it out."):
-        if args.compile: torch.compile(torch.sin)(torch.zeros(2, device=choose_device(args.device)))
+        if args.compile and not args.evaluate: torch.compile(torch.sin)(torch.ones(2).to(choose_device(args.device)))
     advice = "Try an Atari game, ALE/Pong-v5 say; dqn.py (vectors) or ppo_continuous.py (continuous actions) for others"
     with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
         envs, env = make_envs(args, 1, args.seed), make_eval_env(args, args.seed, args.render_mode)
@@ -606,9 +610,10 @@ def check(args: Args) -> torch.device:
         envs.close(), env.close()
         obs, act = envs.single_observation_space, envs.single_action_space
         images = obs.dtype == np.uint8 and len(obs.shape) == 3 and min(obs.shape[1:]) >= 36
-        if not images or not isinstance(act, gym.spaces.Discrete):
-            raise TypeError(f"it needs images (channels, height, width) and discrete actions, not {obs} and {act}")
-        if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP: raise TypeError("not SAME_STEP")
+        if not images or not isinstance(act, gym.spaces.Discrete) or act.start:
+            raise TypeError(f"it needs images (channels, height, width) and actions 0, 1, ..., not {obs} and {act}")
+        if (env.observation_space.shape, env.action_space) != (obs.shape, act): raise TypeError("evaluation differs")
+        if envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.SAME_STEP: raise TypeError("not SAME_STEP")
     return choose_device(args.device)
 
 
@@ -643,10 +648,9 @@ def main(args: Args) -> dict[str, float]:
         return metrics
 
     join_processes(args, device, list(agent.state_dict().values()))
-    logger = Logger(run_dir, args, device, run.global_step) if chief else None
+    if chief: run_dir = (logger := Logger(run_dir, args, device, run.global_step)).run_dir
     # reduce-overhead: CUDA graphs on CUDA; on the CPU the same as the default mode.
     step_update = torch.compile(update, mode="reduce-overhead") if args.compile else update
-    run_dir = logger.run_dir if chief else None
     if chief: print(f"{args.env_id}, sticky actions {args.sticky_actions}: {args.num_iterations} rollouts of "
                     f"{args.batch_size} steps on {args.world_size} x {device} {run_dir}", flush=True)
 
@@ -662,15 +666,15 @@ def main(args: Args) -> dict[str, float]:
         with or_stop(3, f"{args.env_id} at its reset", mend):
             # (The emulator's seeds are 32-bit, and those of the environments follow this one.)
             obs, infos = envs.reset(seed=(args.seed + first_env + run.global_step) % (2**31 - args.num_envs))
-        frame = infos.get("episode_frame_number", 0)  # without it every done is the end of a game
-        scores, lengths = np.zeros((2, args.local_envs))
+        # (Without its count of frames every done is the end of a game.)
+        frame, (scores, lengths) = infos.get("episode_frame_number", 0), np.zeros((2, args.local_envs))
         while True:
             # Between two rollouts: save (at the end and when told to stop, too), evaluate (at step 0 and the end, too).
             last, first = run.iteration >= args.num_iterations, not checkpoint and run.iteration == 0 < args.eval_every
             told_to_stop = list(itertools.chain(*gather(caught)))  # by a signal to any of the processes
-            if chief and (last or told_to_stop or crossed(args.checkpoint_every, previous_step, run.global_step)):
+            if chief and (last or told_to_stop or crossed(previous_step, run.global_step, args.checkpoint_every)):
                 save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
-            if chief and (first or last or crossed(args.eval_every, previous_step, run.global_step)):
+            if chief and (first or last or crossed(previous_step, run.global_step, args.eval_every)):
                 eval_scores, metrics = evaluate(args, agent, run_dir / "videos", f"step_{run.global_step}")
                 logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
             if last or told_to_stop: break
@@ -727,7 +731,7 @@ def main(args: Args) -> dict[str, float]:
                     rows.append(torch.stack(tuple(stats.values())))
                 kl = torch.stack(rows[-args.num_minibatches:])[:, list(stats).index("losses/approx_kl")].nanmean()
                 if args.target_kl and joint_mean(kl) > args.target_kl: break
-            table = joint_mean(torch.stack(rows)).cpu().numpy()  # (updates, metrics); the update waits here alone
+            table = joint_mean(torch.stack(rows)).cpu().numpy()  # (updates, metrics); the wait, but for --target-kl
             run.update_seconds += time.perf_counter() - update_start
 
             for row in table:  # the last column says whether the update was skipped, because something was not finite
@@ -743,7 +747,7 @@ def main(args: Args) -> dict[str, float]:
                 if chief: logger.log(step, {"charts/episodic_return": score, "charts/episodic_length": length})
             run.wall_seconds = time.perf_counter() - started
             run.rest_seconds = run.wall_seconds - run.environment_seconds - run.update_seconds
-            if run.iteration == args.num_iterations or crossed(args.log_every, previous_step, run.global_step):
+            if run.iteration == args.num_iterations or crossed(previous_step, run.global_step, args.log_every):
                 means = np.ma.masked_invalid(table[-args.num_minibatches:, :-1]).mean(0).filled(np.nan)
                 everyones = (gather(x.cpu()) for x in (rewards_t, values, returns))
                 all_rewards, all_values, all_returns = (torch.cat(shares, 1) for shares in everyones)
@@ -759,13 +763,15 @@ def main(args: Args) -> dict[str, float]:
             bar.update(args.batch_size)
 
     if dist.is_initialized(): dist.destroy_process_group()
+    how = ["torchrun", "--nproc-per-node", str(args.world_size)] if args.world_size > 1 else ["python"]
     if last and chief:
         summary = {"steps": run.global_step, **{k: v for k, v in vars(run).items() if k.endswith("_seconds")},
                    "steps_per_second": run.global_step / run.wall_seconds, "final_evaluation": eval_scores,
                    "last_training_return": float(np.mean(run.last_returns)) if run.last_returns else None}
         write_whole(run_dir / "summary.json", json.dumps(summary, indent=2))
-        print(f"evaluation at step {run.global_step}: {np.mean(eval_scores):.1f} +- {np.std(eval_scores):.1f}")
-    elif chief: print("saved. Continue:", shlex.join(["python", sys.argv[0], "--resume", str(run_dir)]), flush=True)
+        print(f"evaluation at step {run.global_step}, sticky actions {args.sticky_actions}: {np.mean(eval_scores):.1f} "
+              f"+- {np.std(eval_scores):.1f}")
+    elif chief: print("saved. Continue:", shlex.join([*how, sys.argv[0], "--resume", str(run_dir)]), flush=True)
     if told_to_stop: raise SystemExit(128 + told_to_stop[0])
     return {"global_step": run.global_step, **(logger.last if chief else {})}
 

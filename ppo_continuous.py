@@ -93,7 +93,8 @@ class Args:
     max_skipped_updates: int = 10
     """stop when this many updates in a row were skipped because loss or gradient was not finite"""
     resume: str | None = None
-    """continue the run of this checkpoint file or run folder, with its flags, in its folder"""
+    """continue the run of this checkpoint file or run folder, with its flags, in its folder; of the flags given here
+    those count that differ from their default"""
     evaluate: str | None = None
     """no training: evaluate this checkpoint file or run folder and print the returns"""
 
@@ -191,8 +192,8 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
 
 
 def require_finite(*arrays: np.ndarray) -> None:
-    """Raise before an observation or reward that is nan or infinite reaches anything that learns."""
-    if not all(np.isfinite(x).all() for x in arrays): raise ValueError(f"observation or reward not finite: {arrays}")
+    """Raise before an observation or reward that is nan, or infinite as float32, reaches anything that learns."""
+    if not all((np.abs(x) < 3.4e38).all() for x in arrays): raise ValueError(f"observation/reward not finite: {arrays}")
 
 
 def action_transform(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
@@ -426,6 +427,7 @@ def evaluate(args: Args, agent: Agent, normalize: collections.abc.Callable, fold
         scale, shift = action_transform(box)
         for k in range(args.eval_episodes):
             (obs, _), done = env.reset(seed=(1_000_000 * (args.seed + 1) + k) % 2**31), False
+            require_finite(obs)
             while not done:
                 action = policy(normalize(obs)) * scale + shift
                 obs, reward, terminated, truncated, _ = env.step(action.reshape(box.shape).clip(box.low, box.high))
@@ -446,8 +448,7 @@ def stop(code: int, message: str) -> None:
 def choose_device(name: str) -> torch.device:
     """The device of that name, tried out; auto is cuda or cpu."""
     name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    with or_stop(2, f"--device {name}", "Use --device cpu, or install a PyTorch built for this device."):
-        return torch.zeros(1, device=name).device
+    with or_stop(2, f"--device {name}", "Use cpu, or a PyTorch for it."): return torch.zeros(1, device=name).device
 
 
 def seed_everything(seed: int, deterministic: bool) -> np.random.Generator:
@@ -545,7 +546,7 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     hint, ours = f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py.", f"{SCRIPT}.py, format {FORMAT}"
     # Whatever the file system, the zip reader or the unpickler may say:
     with or_stop(2, f"{file} is missing or no checkpoint", hint):
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"folder": file.parent}
         made_by, flags = f"{checkpoint['script']}.py, format {checkpoint['format_version']}", checkpoint["flags"]
     if made_by != ours: stop(2, f"{file} is a checkpoint of {made_by}, not {ours}. {hint}")
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if getattr(args, f.name) != f.default}
@@ -566,22 +567,25 @@ def restore(checkpoint: dict, run: types.SimpleNamespace, parts: dict, rng: np.r
 
 
 def catch_signals(stack: contextlib.ExitStack) -> list[int]:
-    """Collect SIGINT and SIGTERM in a list that the training loop looks at; a second one quits at once."""
+    """Collect SIGINT and SIGTERM in a list that the training loop looks at; another one a second later quits at once.
+
+    (A launcher may send the same one twice: to all processes of a job, and through their parent.)
+    """
     caught = []
 
     def handler(signum: int, frame) -> None:
-        if caught: sys.exit(128 + signum)
-        caught.append(signum)
-        print("\nstopping once it can be resumed (now: once more, without saving)", file=sys.stderr, flush=True)
+        if caught and time.monotonic() > caught[1] + 1: sys.exit(128 + signum)
+        if not caught: print("\nstopping once it can be resumed (now: once more)", file=sys.stderr, flush=True)
+        caught.extend([signum, time.monotonic()])
 
     with contextlib.suppress(ValueError):  # only the main thread may do this
         for sig in (signal.SIGINT, signal.SIGTERM): stack.callback(signal.signal, sig, signal.signal(sig, handler))
     return caught
 
 
-def crossed(every: int, before: int, after: int) -> bool:
-    """Whether a multiple of `every` lies in (before, after]; never for 0."""
-    return every > 0 and before // every < after // every
+def crossed(before: int, after: int, *every: int) -> bool:
+    """Whether a multiple of one of these lies in (before, after]; 0 has none."""
+    return any(n > 0 and before // n < after // n for n in every)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -601,11 +605,10 @@ def check(args: Args) -> torch.device:
     if not (args.evaluate or os.access(f"{folder}/", os.W_OK)): stop(2, f"{folder} is not writable. Change --runs-dir.")
     if len(f"{args.env_id}{args.exp_name}".encode()) > 200: stop(2, "the run's name is too long. Shorten --exp-name.")
     with or_stop(2, "--track", "Install wandb, then `wandb login` or set WANDB_MODE=offline."):
-        wandb = importlib.import_module("wandb") if args.track else None
-        if wandb and os.getenv("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
-            raise PermissionError("not logged in")
+        login = importlib.import_module("wandb").login if args.track and not args.evaluate else None
+        if login and os.getenv("WANDB_MODE", "online") == "online" and not login(prompt=False): raise PermissionError
     with or_stop(2, "--compile", "Install a C++ compiler (g++), or leave it out."):
-        if args.compile: torch.compile(torch.sin)(torch.zeros(2, device=choose_device(args.device)))
+        if args.compile and not args.evaluate: torch.compile(torch.sin)(torch.ones(2).to(choose_device(args.device)))
     advice = "Try another, module:Env-v0, dqn.py (discrete), ppo_atari.py (images), FlattenObservation; videos need EGL"
     with or_stop(2, f"--env-id {args.env_id} cannot be used", advice):
         envs, env = make_envs(args, 1, args.seed), make_eval_env(args, args.seed, args.render_mode)
@@ -615,7 +618,8 @@ def check(args: Args) -> torch.device:
         obs, act = envs.single_observation_space, envs.single_action_space
         if not all(isinstance(s, gym.spaces.Box) for s in (obs, act)) or len(obs.shape) > 2 or act.dtype.kind != "f":
             raise TypeError(f"it needs a Box of numbers and a Box of floats, not {obs} and {act}")
-        if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP: raise TypeError("not SAME_STEP")
+        if (env.observation_space.shape, env.action_space) != (obs.shape, act): raise TypeError("evaluation differs")
+        if envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.SAME_STEP: raise TypeError("not SAME_STEP")
     return choose_device(args.device)
 
 
@@ -672,9 +676,9 @@ def main(args: Args) -> dict[str, float]:
         while True:
             # Between two rollouts: save (at the end and when told to stop, too), evaluate (at step 0 and the end, too).
             last, first = run.iteration >= args.num_iterations, not checkpoint and run.iteration == 0 < args.eval_every
-            if last or caught or crossed(args.checkpoint_every, previous_step, run.global_step):
+            if last or caught or crossed(previous_step, run.global_step, args.checkpoint_every):
                 save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
-            if first or last or crossed(args.eval_every, previous_step, run.global_step):
+            if first or last or crossed(previous_step, run.global_step, args.eval_every):
                 eval_returns, metrics = evaluate(args, agent, normalize, run_dir / "videos", f"step_{run.global_step}")
                 logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
             if last or caught: break
@@ -755,7 +759,7 @@ def main(args: Args) -> dict[str, float]:
             # Metrics: losses are means over the last epoch.
             run.wall_seconds = time.perf_counter() - started
             run.rest_seconds = run.wall_seconds - run.environment_seconds - run.update_seconds
-            if run.iteration == args.num_iterations or crossed(args.log_every, previous_step, run.global_step):
+            if run.iteration == args.num_iterations or crossed(previous_step, run.global_step, args.log_every):
                 means = np.ma.masked_invalid(table[-args.num_minibatches:, :-1]).mean(0).filled(np.nan)
                 logger.log(run.global_step, dict(zip(stats, means, strict=False)) | {
                     "losses/explained_variance": explained_variance(values, returns), "losses/ent_coef": ent_coef,

@@ -94,7 +94,8 @@ class Args:
     max_skipped_updates: int = 10
     """stop when this many updates in a row were skipped because loss or gradient was not finite"""
     resume: str | None = None
-    """continue the run of this checkpoint file or run folder, with its flags, in its folder"""
+    """continue the run of this checkpoint file or run folder, with its flags, in its folder; of the flags given here
+    those count that differ from their default"""
     evaluate: str | None = None
     """no training: evaluate this checkpoint file or run folder and print the returns"""
 
@@ -180,8 +181,8 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
 
 
 def require_finite(*arrays: np.ndarray) -> None:
-    """Raise before an observation or reward that is nan or infinite reaches anything that learns."""
-    if not all(np.isfinite(x).all() for x in arrays): raise ValueError(f"observation or reward not finite: {arrays}")
+    """Raise before an observation or reward that is nan, or infinite as float32, reaches anything that learns."""
+    if not all((np.abs(x) < 3.4e38).all() for x in arrays): raise ValueError(f"observation/reward not finite: {arrays}")
 
 
 def action_transform(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
@@ -286,10 +287,8 @@ class ReplayMemory:
         write_whole(path, lambda file: np.savez(file, **arrays))
 
     def load(self, path: Path) -> None:
-        with np.load(path) as file:
-            for k, x in self.data.items():
-                saved = torch.as_tensor(file[k]).unflatten(0, (-1, self.num_envs))
-                x[:len(saved)], self.steps = saved, len(saved)
+        with np.load(path) as file: saved = {k: file[k].reshape(-1, *x.shape[1:]) for k, x in self.data.items()}
+        for k, x in self.data.items(): x[:len(saved[k])], self.steps = torch.as_tensor(saved[k]), len(saved[k])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,9 +301,8 @@ def squashed_log_prob(u: Tensor, mean: Tensor, log_std: Tensor, action_scale: Te
     finite for every u and right to float32 precision.
     """
     z = (u - mean) * torch.exp(-log_std)
-    log_normal = -0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)
     log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u)) + torch.log(torch.as_tensor(action_scale))
-    return (log_normal - log_slope).sum(-1)
+    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi) - log_slope).sum(-1)
 
 
 def soft_td_target(rewards: Tensor, terminations: Tensor, next_q_min: Tensor, next_logprob: Tensor,
@@ -395,13 +393,13 @@ def evaluate(args: Args, agent: Agent, folder: Path, name: str) -> tuple[list, d
     Then play as many with samples: their soft returns say by how much the critics overestimate. Episode k starts from
     the same seed in every evaluation. With --capture-video the first one is recorded in `folder`.
     """
-    rng = np.random.default_rng([args.seed, 1])
-    seeds = [(1_000_000 * (args.seed + 1) + k) % 2**31 for k in range(args.eval_episodes)]
+    starts = [(1_000_000 * (args.seed + 1) + k) % 2**31 for k in range(args.eval_episodes)]
     with or_stop(3, f"{args.env_id} in evaluation", "Mend it, then --resume."), contextlib.ExitStack() as stack:
         env = make_eval_env(args, args.seed, args.render_mode)
         if args.capture_video: env = gym.wrappers.RecordVideo(env, folder, lambda k: k == 0, name_prefix=name)
         stack.callback(env.close)
-        means, samples = ([play(agent, env, seed, noise) for seed in seeds] for noise in (None, rng))
+        noises = None, np.random.default_rng([args.seed, 1])
+        means, samples = ([play(agent, env, start, noise) for start in starts] for noise in noises)
     returns = [sum(rewards) for rewards, *_ in means]
     errors = [q - soft_return(rewards, bonuses, tail, args.gamma) for rewards, bonuses, q, tail in samples]
     return returns, {"eval/episodic_return": np.mean(returns), "eval/q_overestimation": np.mean(errors),
@@ -416,6 +414,7 @@ def play(agent: Agent, env: gym.Env, seed: int, rng: np.random.Generator | None)
     box, alpha, q, rewards, bonuses = env.action_space, agent.log_alpha.exp(), [], [], []
     (obs, _), terminated, truncated = env.reset(seed=seed), False, False
     while True:
+        require_finite(obs, *rewards[-1:])
         x = torch.as_tensor(obs.reshape(1, -1), dtype=torch.float32, device=alpha.device)
         noise = rng.standard_normal((1, box.low.size), np.float32) if rng else np.zeros((1, box.low.size), np.float32)
         action, logprob = agent.actor(x, torch.as_tensor(noise, device=alpha.device))
@@ -423,7 +422,6 @@ def play(agent: Agent, env: gym.Env, seed: int, rng: np.random.Generator | None)
         if terminated or truncated: return rewards, bonuses[:-1], q[0], 0.0 if terminated else q[-1] + bonuses[-1]
         action = action.cpu().numpy().reshape(box.shape).astype(box.dtype)
         obs, reward, terminated, truncated, _ = env.step(action.clip(box.low, box.high))
-        require_finite(obs, reward)
         rewards.append(float(reward))
 
 
@@ -439,8 +437,7 @@ def stop(code: int, message: str) -> None:
 def choose_device(name: str) -> torch.device:
     """The device of that name, tried out; auto is cuda or cpu."""
     name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    with or_stop(2, f"--device {name}", "Use --device cpu, or install a PyTorch built for this device."):
-        return torch.zeros(1, device=name).device
+    with or_stop(2, f"--device {name}", "Use cpu, or a PyTorch for it."): return torch.zeros(1, device=name).device
 
 
 def seed_everything(seed: int, deterministic: bool) -> np.random.Generator:
@@ -538,7 +535,7 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     hint, ours = f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py.", f"{SCRIPT}.py, format {FORMAT}"
     # Whatever the file system, the zip reader or the unpickler may say:
     with or_stop(2, f"{file} is missing or no checkpoint", hint):
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"folder": file.parent}
         made_by, flags = f"{checkpoint['script']}.py, format {checkpoint['format_version']}", checkpoint["flags"]
     if made_by != ours: stop(2, f"{file} is a checkpoint of {made_by}, not {ours}. {hint}")
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if getattr(args, f.name) != f.default}
@@ -559,22 +556,25 @@ def restore(checkpoint: dict, run: types.SimpleNamespace, parts: dict, rng: np.r
 
 
 def catch_signals(stack: contextlib.ExitStack) -> list[int]:
-    """Collect SIGINT and SIGTERM in a list that the training loop looks at; a second one quits at once."""
+    """Collect SIGINT and SIGTERM in a list that the training loop looks at; another one a second later quits at once.
+
+    (A launcher may send the same one twice: to all processes of a job, and through their parent.)
+    """
     caught = []
 
     def handler(signum: int, frame) -> None:
-        if caught: sys.exit(128 + signum)
-        caught.append(signum)
-        print("\nstopping once it can be resumed (now: once more, without saving)", file=sys.stderr, flush=True)
+        if caught and time.monotonic() > caught[1] + 1: sys.exit(128 + signum)
+        if not caught: print("\nstopping once it can be resumed (now: once more)", file=sys.stderr, flush=True)
+        caught.extend([signum, time.monotonic()])
 
     with contextlib.suppress(ValueError):  # only the main thread may do this
         for sig in (signal.SIGINT, signal.SIGTERM): stack.callback(signal.signal, sig, signal.signal(sig, handler))
     return caught
 
 
-def crossed(every: int, before: int, after: int) -> bool:
-    """Whether a multiple of `every` lies in (before, after]; never for 0."""
-    return every > 0 and before // every < after // every
+def crossed(before: int, after: int, *every: int) -> bool:
+    """Whether a multiple of one of these lies in (before, after]; 0 has none."""
+    return any(n > 0 and before // n < after // n for n in every)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -595,11 +595,10 @@ def check(args: Args) -> torch.device:
     if not (args.evaluate or os.access(f"{folder}/", os.W_OK)): stop(2, f"{folder} is not writable. Change --runs-dir.")
     if len(f"{args.env_id}{args.exp_name}".encode()) > 200: stop(2, "the run's name is too long. Shorten --exp-name.")
     with or_stop(2, "--track", "Install wandb, then `wandb login` or set WANDB_MODE=offline."):
-        wandb = importlib.import_module("wandb") if args.track else None
-        if wandb and os.getenv("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
-            raise PermissionError("not logged in")
+        login = importlib.import_module("wandb").login if args.track and not args.evaluate else None
+        if login and os.getenv("WANDB_MODE", "online") == "online" and not login(prompt=False): raise PermissionError
     with or_stop(2, "--compile", "Install a C++ compiler (g++), or leave it out."):
-        if args.compile: torch.compile(torch.sin)(torch.zeros(2, device=choose_device(args.device)))
+        if args.compile and not args.evaluate: torch.compile(torch.sin)(torch.ones(2).to(choose_device(args.device)))
     hint = "See dqn.py (discrete), ppo_atari.py (image), ppo_continuous.py (unbounded), FlattenObservation; video: EGL"
     with or_stop(2, f"--env-id {args.env_id} cannot be used", hint):
         envs, env = make_envs(args, 1, args.seed), make_eval_env(args, args.seed, args.render_mode)
@@ -611,7 +610,8 @@ def check(args: Args) -> torch.device:
             raise TypeError(f"it needs a Box of numbers and a Box of floats, not {obs} and {act}")
         # (A range without width would have an infinite density.)
         if not ((w := act.high / 2 - act.low / 2) > 0).all() or np.isinf(w).any(): raise TypeError(f"range of {act}")
-        if envs.metadata.get("autoreset_mode") == gym.vector.AutoresetMode.NEXT_STEP: raise TypeError("not SAME_STEP")
+        if (env.observation_space.shape, env.action_space) != (obs.shape, act): raise TypeError("evaluation differs")
+        if envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.SAME_STEP: raise TypeError("not SAME_STEP")
     return choose_device(args.device)
 
 
@@ -625,14 +625,16 @@ def main(args: Args) -> dict[str, float]:
     # Evaluation may start from other seeds than training did.
     args, checkpoint, run_dir = load_checkpoint(args, CHANGEABLE | ({"seed"} if args.evaluate else set()))
     device, rng = check(args), seed_everything(args.seed, args.torch_deterministic)
+    torch.set_flush_denormal(True)  # momenta of dead ReLUs decay to numbers so small that CPUs are slow with them
     envs = make_envs(args, args.num_envs, args.seed)
     space, (scale, shift) = envs.single_action_space, action_transform(envs.single_action_space)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(space.shape)
-    agent = Agent(obs_dim, scale, shift, args).to(device)
-    groups = (agent.actor.parameters(), args.policy_lr), ([agent.log_alpha], args.q_lr)  # policy and temperature
+    with or_stop(2, "networks and memory cannot be made", "Lower --hidden-size, --num-critics or --buffer-size."):
+        agent = Agent(obs_dim, scale, shift, args).to(device)
+        memory = ReplayMemory(args.buffer_size, args.num_envs, obs_dim, action_dim, device)
+    groups = [{"params": agent.actor.parameters()}, {"params": [agent.log_alpha], "lr": args.q_lr}]
     optimizers = {"critic": torch.optim.Adam(agent.critics.parameters(), args.q_lr, fused=True),
-                  "policy": torch.optim.Adam([{"params": p, "lr": rate} for p, rate in groups], fused=True)}
-    memory = ReplayMemory(args.buffer_size, args.num_envs, obs_dim, action_dim, device)
+                  "policy": torch.optim.Adam(groups, args.policy_lr, fused=True)}  # and the temperature
     # What a checkpoint brings back, beside the flags and the generator: counters and seconds here, tensors in parts.
     run = types.SimpleNamespace(global_step=0, updates=0, owed_updates=0.0, skipped_updates=0, last_returns=[],
                                 environment_seconds=0.0, update_seconds=0.0, rest_seconds=0.0, wall_seconds=0.0)
@@ -643,8 +645,9 @@ def main(args: Args) -> dict[str, float]:
         print(f"{args.env_id}: mean {np.mean(returns):.2f} of", *(f"{r:.2f}" for r in returns))
         return metrics
 
-    if run_dir and (replay := run_dir / f"replay_{run.global_step}.npz").exists():
+    if checkpoint and (replay := checkpoint["folder"] / f"replay_{run.global_step}.npz").exists():
         with or_stop(2, f"{replay} cannot be read", "Delete it: the memory is then filled anew."): memory.load(replay)
+    elif checkpoint and args.checkpoint_replay: print(f"warning: {replay} is missing; refilling", file=sys.stderr)
     logger = Logger(run_dir, args, device, run.global_step)
     # reduce-overhead: CUDA graphs on CUDA; on the CPU the same as the default mode.
     run_dir, step_update = logger.run_dir, torch.compile(update, mode="reduce-overhead") if args.compile else update
@@ -666,20 +669,21 @@ def main(args: Args) -> dict[str, float]:
             # Between two logging intervals: save (at the end and when told to stop, too), evaluate (at step 0 and the
             # end, too).
             last, first = run.global_step >= budget, not checkpoint and run.global_step == 0 < args.eval_every
-            if last or caught or crossed(args.checkpoint_every, previous_step, run.global_step):
+            if last or caught or crossed(previous_step, run.global_step, args.checkpoint_every):
                 # The memory first, under a name of its own: whenever this is cut short, a pair that fits is left.
                 replay = run_dir / f"replay_{run.global_step}.npz"
                 if args.checkpoint_replay: memory.save(replay)
                 save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
                 for old in {*run_dir.glob("replay_*")} - {replay} if args.checkpoint_replay else (): old.unlink()
-            if first or last or crossed(args.eval_every, previous_step, run.global_step):
+            if first or last or crossed(previous_step, run.global_step, args.eval_every):
                 eval_returns, metrics = evaluate(args, agent, run_dir / "videos", f"step_{run.global_step}")
                 logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
             if last or caught: break
 
             previous_step, interval_start = run.global_step, time.perf_counter()
             rows, all_rewards, reward_terms = [], [], collections.Counter()
-            while run.global_step < budget and not crossed(args.log_every, previous_step, run.global_step):
+            while run.global_step < budget and not (caught and all_rewards) and not crossed(
+                    previous_step, run.global_step, args.log_every, args.eval_every, args.checkpoint_every):
                 # Act: with a sample of the policy, but at first at random over the whole action range.
                 noise = to_device(rng.standard_normal((args.num_envs, action_dim), np.float32))
                 with torch.no_grad(): actions = agent.actor(to_device(obs), noise, logprob=False)[0].cpu().numpy()
@@ -696,14 +700,13 @@ def main(args: Args) -> dict[str, float]:
                 dones, next_obs = terminations | truncations, next_obs.reshape(-1, obs_dim).astype(np.float32)
                 led_to = next_obs.copy()
                 for i in np.flatnonzero(dones): led_to[i] = infos["final_obs"][i].ravel()
-                memory.add(obs, actions, rewards, led_to, terminations, truncations)
-                obs = next_obs
+                memory.add(obs, env_actions.reshape(-1, action_dim), rewards, led_to, terminations, truncations)
                 # The environment's own parts of the reward. Where an episode ended, infos already tell of the reset.
                 for info, which in ((infos, ~dones), (infos.get("final_info", {}), dones)):
                     for key in (k for k in info if str(k)[:7] == "reward_" and np.asarray(info[k]).dtype.kind in "fiu"):
                         reward_terms[f"rewards/{key[7:]}"] += info[key][which].sum()
                 all_rewards.append(rewards.copy())
-                sums, steps = sums + rewards, steps + 1
+                obs, sums, steps = next_obs, sums + rewards, steps + 1
                 for i in np.flatnonzero(dones):
                     logger.log(run.global_step, {"charts/episodic_return": sums[i], "charts/episodic_length": steps[i]})
                     run.last_returns, sums[i], steps[i] = [*run.last_returns[-99:], float(sums[i])], 0, 0
@@ -724,12 +727,13 @@ def main(args: Args) -> dict[str, float]:
                 run.update_seconds += time.perf_counter() - update_start
 
             # Metrics: losses are means over the interval, read at its end only: reading waits for the GPU.
-            for row in rows:  # skipped: something was not finite
-                bad_rows = [*bad_rows, row] if row["skipped"] else []
+            skips = torch.stack([row["skipped"] for row in rows] or [torch.zeros(())]).tolist()
+            for row, skipped in zip(rows, skips, strict=False):  # skipped: something was not finite
+                bad_rows = [*bad_rows, row] if skipped else []
                 if len(bad_rows) >= args.max_skipped_updates:
                     what = next((k for k, value in bad_rows[0].items() if not value.isfinite()), "a gradient")
                     stop(3, f"{what} went bad first, {len(bad_rows)} updates skipped. Check rewards, learning rates.")
-            run.skipped_updates += sum(int(row["skipped"]) for row in rows)
+            run.skipped_updates += int(sum(skips))
             run.wall_seconds = time.perf_counter() - started
             run.rest_seconds = run.wall_seconds - run.environment_seconds - run.update_seconds
             means = {name: torch.stack([row[name] for row in rows if name in row]).nanmean()

@@ -155,6 +155,7 @@ class Recorder(gym.Wrapper):
 
     def reset(self, *, seed=None, options=None):
         obs, info = self.env.reset(seed=seed, options=options)
+        # Observations keep the environment's type, as Minari wants those of its space: readers cast them to float32.
         self.start, self.observations, self.rows = seed, [np.array(obs)], []
         return obs, info
 
@@ -198,13 +199,15 @@ def roll(policy: Policy, steps: int, args: Args, stream: int, bar: tqdm) -> list
     return recorder.episodes
 
 
-def random_return(env: gym.Env, seed: int, rng: np.random.Generator) -> float:
+def random_return(policy: Policy, env: gym.Env, seed: int, rng: np.random.Generator) -> float:
     """The return of one episode of actions drawn uniformly from the whole range."""
-    env.reset(seed=seed)
     box, total, over = env.action_space, 0.0, False
-    while not over:
-        _, reward, terminated, truncated, _ = env.step(rng.uniform(box.low, box.high).astype(box.dtype))
-        total, over = total + float(reward), terminated or truncated
+    with policy.script.or_stop(3, f"{policy.args.env_id} at random play", "Mend the environment."):
+        env.reset(seed=seed)
+        while not over:
+            _, reward, terminated, truncated, _ = env.step(rng.uniform(box.low, box.high).astype(box.dtype))
+            policy.script.require_finite(reward)
+            total, over = total + float(reward), terminated or truncated
     return total
 
 
@@ -216,7 +219,8 @@ def reference_scores(policy: Policy, expert: Policy | None, args: Args) -> dict[
         return {}
     if low is None:
         env, rng = policy.make_env(), np.random.default_rng([args.seed, 0])
-        low = float(np.mean([random_return(env, int(rng.integers(2**31)), rng) for _ in range(args.ref_episodes)]))
+        seeds = (int(rng.integers(2**31)) for _ in range(args.ref_episodes))
+        low = float(np.mean([random_return(policy, env, seed, rng) for seed in seeds]))
         env.close()
     if high is None:
         env, rng = expert.make_env(), np.random.default_rng([args.seed, 1])

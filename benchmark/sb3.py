@@ -7,9 +7,11 @@ Flags are those of the script; what is not given has the script's default, and t
 what it became. Evaluation plays the deterministic policy from the same seeds as the script's `evaluate`. The run folder
 holds what benchmark/run.py collects; there is no checkpoint, so an interrupted run starts anew.
 
-What remains different. Both: the first update follows one step later. SAC: the log std is clamped to [-20, 2], not
-[-5, 2]; the temperature's loss has log(alpha) in place of alpha; the critics' loss is halved, of which Adam takes no
-notice. TD3: the first, random actions get the exploration noise, too.
+What remains different. Both: the first update follows one step later; the critics see actions in [-1, 1], not in the
+environment's units. SAC: the density is that of the action in [-1, 1], so where the range is another the same target
+entropy asks for another policy (Pendulum, range +-2: theirs is 0.69 higher in our units); the log std is clamped to
+[-20, 2], not [-5, 2]; the temperature's loss has log(alpha) in place of alpha; the critics' loss is halved, of which
+Adam takes no notice. TD3: the first, random actions get the exploration noise, too.
 """
 
 import dataclasses
@@ -186,7 +188,7 @@ def main(args: Args) -> None:
                     log(self.num_timesteps, TRAINING_RETURN, float(episode["r"]), episode["l"])
                     training_returns.append(float(episode["r"]))
                 step = self.num_timesteps
-                if script.crossed(flags.eval_every, step - 1, step) and step < flags.total_timesteps:
+                if script.crossed(step - 1, step, flags.eval_every) and step < flags.total_timesteps:
                     evaluation(step)
                 return True
 

@@ -60,6 +60,7 @@ PPO_CONTINUOUS = Script(
     faults={
         "toy_envs:Faulty_nan_obs-v0": "observation",
         "toy_envs:Faulty_nan_reward-v0": "reward",
+        "toy_envs:Faulty_huge_reward-v0": "not finite",
         "toy_envs:Faulty_inf_final-v0": "inf",
         "toy_envs:Faulty_raise-v0": "simulator broke",
     },
@@ -156,6 +157,8 @@ OFF_POLICY_BAD_INPUT = [
     ({"buffer_size": 50, "learning_starts": 51}, "--learning-starts 51"),
     ({"buffer_size": 5, "num_envs": 4, "learning_starts": 5}, "--learning-starts 5"),
     ({"buffer_size": 3, "num_envs": 4}, "--buffer-size 3"),
+    ({"buffer_size": 10**12}, "--buffer-size"),  # more than there is
+    ({"hidden_size": 10**9}, "--hidden-size"),
     ({"learning_starts": 0}, "--learning-starts 0"),
     ({"utd_ratio": -1.0}, "--utd-ratio"),
     ({"policy_frequency": 0}, "--policy-frequency 0"),

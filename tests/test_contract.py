@@ -3,6 +3,7 @@
 The scripts and what is particular to each are in script_cases.py. Whole runs of `main`, and of the script as a process.
 """
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -37,6 +38,7 @@ from harness import (
     wrap,
 )
 from script_cases import SCRIPTS
+from toy_envs import NanReset
 
 LARGEST_SEED = 2**31 - 1
 
@@ -121,13 +123,16 @@ def test_resumed_run_equals_the_uninterrupted_one(script, flags, in_mid_course, 
     Everything with a course of its own (schedules, statistics, coefficients) is somewhere on its way at the stop.
     """
     whole = script.train(seed=3, **flags)[1]
+    # An off-policy script stops after the step: the last one of the second unit, with which episodes end, too.
+    memory = getattr(script.module, "ReplayMemory", None)
+    owner, name, call = (memory, "add", script.unit) if memory else (script.module, "update", script.updates * 3 // 2)
 
     def signalled(number, real, *arguments):
-        if number == script.updates * 3 // 2:
+        if number == call:
             signal.raise_signal(signum)
         return real(*arguments)
 
-    wrap(monkeypatch, script.module, "update", signalled)
+    wrap(monkeypatch, owner, name, signalled)
     with pytest.raises(SystemExit) as stop:
         script.train(seed=3, **flags)
     assert stop.value.code == 128 + signum
@@ -293,6 +298,28 @@ def test_faulty_environment_in_evaluation_stops_too(script, capsys):
     assert "simulator broke" in script.stopped(capsys, 3, args)
 
 
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.name != "ppo_atari"], indirect=True, ids=str)  # (bytes)
+def test_nan_at_the_reset_of_an_evaluation_stops(script, monkeypatch, capsys):
+    wrap(monkeypatch, script.module, "make_eval_env", lambda number, real, *a: NanReset(real(*a)))
+    line = script.stopped(capsys, 3, script.args())
+    assert "in evaluation" in line and "not finite" in line
+
+
+def test_second_signal_quits_at_once_but_not_the_same_one_sent_twice(script, monkeypatch):
+    """Launchers may send a signal to all processes and through their parent; a person takes longer to repeat it."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with contextlib.ExitStack() as stack:
+        caught = script.module.catch_signals(stack)
+        for clock[0] in (100.0, 100.0, 100.9):
+            signal.raise_signal(signal.SIGTERM)
+        assert caught[0] == signal.SIGTERM
+        clock[0] = 102.0
+        with pytest.raises(SystemExit) as stop:
+            signal.raise_signal(signal.SIGINT)
+    assert stop.value.code == 130
+
+
 def test_evaluation_that_meets_a_nan_stops(script, monkeypatch, capsys):
     wrap(monkeypatch, script.module, "make_eval_env",
          lambda number, real, *a: gym.wrappers.TransformReward(real(*a), lambda reward: np.nan))  # fmt: skip
@@ -454,14 +481,21 @@ def test_checkpoint_of_another_environment_is_refused(script, capsys):
     assert files(run_dir) == before
 
 
-def test_next_step_autoreset_is_refused(script, capsys, monkeypatch):
-    def next_step(number, real, *arguments):
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "DISABLED", None])
+def test_other_autoreset_is_refused(script, capsys, monkeypatch, mode):
+    def other(number, real, *arguments):
         envs = real(*arguments)
-        envs.metadata = {**envs.metadata, "autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+        envs.metadata = {"autoreset_mode": gym.vector.AutoresetMode[mode]} if mode else {}
         return envs
 
-    wrap(monkeypatch, script.module, "make_envs", next_step)
+    wrap(monkeypatch, script.module, "make_envs", other)
     assert "SAME_STEP" in script.refused(capsys)
+
+
+def test_other_spaces_in_evaluation_are_refused(script, capsys, monkeypatch):
+    other = script.module.Args(env_id=script.other_env)
+    wrap(monkeypatch, script.module, "make_eval_env", lambda number, real, args, *rest: real(other, *rest))
+    assert "evaluation differs" in script.refused(capsys, eval_every=0)
 
 
 def test_video_that_cannot_be_rendered_is_refused(script, capsys):
@@ -471,9 +505,20 @@ def test_video_that_cannot_be_rendered_is_refused(script, capsys):
 def test_weights_and_biases_without_login_or_package_is_refused(script, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(login=lambda prompt: False))
-    assert "not logged in" in script.refused(capsys, track=True)
+    assert "wandb login" in script.refused(capsys, track=True)
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "--track" in script.refused(capsys, track=True)
+
+
+def test_evaluation_wants_neither_weights_and_biases_nor_a_compiler(script, monkeypatch):
+    """A run that was tracked and compiled can be played where both are missing: its flags come from the checkpoint."""
+    _, run_dir = script.train()
+    state = checkpoint(run_dir)
+    state["flags"] |= {"track": True, "compile": True}
+    torch.save(state, run_dir / "checkpoint.pt")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(torch, "compile", None)
+    assert "eval/episodic_return" in script.main(evaluate=str(run_dir))
 
 
 def test_compile_without_a_compiler_is_refused(script, monkeypatch, capsys):
@@ -600,7 +645,7 @@ def test_video_and_weights_and_biases(script, monkeypatch):
     """The video of each evaluation is handed over explicitly; every metric goes with its step."""
     logged, inits = [], []
     fake = types.SimpleNamespace(
-        init=lambda **kwargs: inits.append(kwargs), log=logged.append, finish=lambda: logged.append("finished"),
+        login=None, init=lambda **k: inits.append(k), log=logged.append, finish=lambda: logged.append("finished"),
         Video=lambda path: ("video", path) if Path(path).stat().st_size > 0 else None,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "wandb", fake)

@@ -1,6 +1,7 @@
 """What holds for sac.py and td3.py on whole runs: what is stored, when it is learned from, what evaluation says."""
 
 import shutil
+import signal
 from pathlib import Path
 
 import gymnasium as gym
@@ -89,6 +90,8 @@ def test_no_rounding_takes_an_action_out_of_its_range(script, monkeypatch):
     script.train(env_id="toy_envs:LineRounded-v0", **flags, **quiet)
     acted = np.concatenate(seen[4:])  # in training, then in evaluation
     assert set(acted.tolist()) == {space.low.item(), space.high.item()}
+    data = stored(script, env_id="toy_envs:LineRounded-v0", learning_starts=4, utd_ratio=0.0, **quiet)
+    assert set(data["actions"][4:, 0].tolist()) == {space.low.item(), space.high.item()}
 
 
 def test_several_environments_are_told_apart(script):
@@ -178,6 +181,57 @@ def test_value_does_not_end_at_a_time_limit(script, monkeypatch, as_termination)
 
 
 # ---- checkpoint and memory -----------------------------------------------------------------------------------------
+
+
+def test_signal_stops_after_the_step(script, monkeypatch):
+    """Not at the next logging interval, which may be minutes of updates away; and what is left is done later."""
+
+    def signalled(number, real, *step):
+        if number == 10:
+            signal.raise_signal(signal.SIGTERM)
+        real(*step)
+
+    flags = {"log_every": 10**6, "checkpoint_replay": True, "learning_starts": 2, "utd_ratio": 1.0}
+    wrap(monkeypatch, script.module.ReplayMemory, "add", signalled)
+    with pytest.raises(SystemExit) as stop:
+        script.train(**flags)
+    (run_dir,) = run_dirs()
+    assert (stop.value.code, saved_step(run_dir), checkpoint(run_dir)["run"]["updates"]) == (143, 20, 20)
+    metrics = script.main(resume=str(run_dir), checkpoint_replay=True)
+    assert (metrics["global_step"], metrics["charts/updates"]) == (256, 256)
+
+
+def test_evaluations_and_checkpoints_come_between_two_logging_intervals(script, monkeypatch):
+    saved = []
+    wrap(monkeypatch, script.module, "save_checkpoint",
+         lambda number, real, *a: saved.append(a[2].global_step) or real(*a))  # fmt: skip
+    _, run_dir = script.train(log_every=100, eval_every=48, checkpoint_every=70)
+    evaluated = [int(step) for step, metric, _ in rows(run_dir) if metric == "eval/episodic_return"]
+    assert evaluated == [0, 48, 96, 144, 192, 240, 256] and saved == [70, 140, 210, 256]
+    assert {"100", "200"} <= {step for step, metric, _ in rows(run_dir) if metric == "charts/updates"}
+
+
+def test_memory_beside_a_copied_checkpoint_is_loaded(script, capsys):
+    """A checkpoint and its memory that were taken elsewhere go on as where they were; without the memory a warning."""
+    _, run_dir = script.train(checkpoint_replay=True, learning_starts=200)
+    for path in (run_dir / "checkpoint.pt", run_dir / "replay_256.npz"):
+        shutil.copy(path, path.name)
+    again = script.main(resume="checkpoint.pt", total_timesteps=320)
+    here = script.main(resume=str(run_dir), total_timesteps=320)
+    assert again["charts/updates"] == here["charts/updates"] and again["losses/qf_loss"] == here["losses/qf_loss"]
+    assert "warning" not in capsys.readouterr().err
+    Path("replay_256.npz").unlink()
+    assert script.main(resume="checkpoint.pt", total_timesteps=320)["charts/updates"] < here["charts/updates"]
+    assert "warning: replay_256.npz is missing" in capsys.readouterr().err
+
+
+def test_numbers_too_small_to_matter_are_zero(script):
+    """Without this the momenta of dead ReLUs, which decay for ever, slow every step down on the CPU."""
+    torch.set_flush_denormal(False)
+    assert (torch.tensor([1e-39]) * 1).item() > 0
+    script.train()
+    assert (torch.tensor([1e-39]) * 1).item() == 0
+    torch.set_flush_denormal(False)
 
 
 def test_memory_is_saved_beside_each_checkpoint_and_alone(script, monkeypatch):
@@ -277,6 +331,18 @@ def test_overestimation_is_q_less_the_discounted_return(script, monkeypatch, env
         for k, bonus in enumerate(episodes):
             expected[k] -= sum(0.5**t * bonus[t] for t in range(1, length + bootstrapped))
     assert metrics["eval/q_overestimation"] == pytest.approx(np.mean(expected), abs=1e-5)
+
+
+def test_returns_are_the_modes_and_overestimation_the_samples(script, monkeypatch):
+    """SAC's Q is the value of sampling; the score that counts is the mode's."""
+    def play(number, real, agent, env, seed, *rng):
+        if not rng:
+            return [1.0], 6.0, 0.0
+        return ([1.0], [0.0], 0.0, 0.0) if rng[0] is None else ([2.0], [0.0], 7.0, 0.0)
+
+    wrap(monkeypatch, script.module, "play", play)
+    metrics, _ = script.train()
+    assert (metrics["eval/episodic_return"], metrics["eval/q_overestimation"]) == (1, 5)
 
 
 def test_every_evaluation_starts_from_the_same_states(script, monkeypatch):

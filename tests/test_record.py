@@ -453,7 +453,7 @@ def test_environment_that_breaks_leaves_nothing(capsys):
     good = torch.load("good.pt")
     torch.save(good | {"flags": good["flags"] | {"env_id": "Breaks-v0"}}, "breaks.pt")
     line = refused(capsys, code=3, checkpoint=("breaks.pt",), dataset="toy/some-v0", steps=100)
-    assert "observation or reward not finite" in line
+    assert "observation/reward not finite" in line
 
 
 def test_write_that_fails_leaves_no_dataset(monkeypatch, capsys):

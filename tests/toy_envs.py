@@ -78,7 +78,7 @@ class ConstantEnv(gym.Env):
 
 
 class FaultyEnv(ConstantEnv):
-    """Works for `good` steps, then does what `fault` says: nan_obs, nan_reward, inf_final, raise."""
+    """Works for `good` steps, then does what `fault` says: nan_obs, nan_reward, huge_reward, inf_final, raise."""
 
     def __init__(self, fault: str = "raise", good: int = 70, render_mode: str | None = None):
         super().__init__()
@@ -91,9 +91,17 @@ class FaultyEnv(ConstantEnv):
             raise ValueError("the simulator broke")
         if bad and self.fault in ("nan_obs", "inf_final"):
             obs = np.full(1, np.inf if self.fault == "inf_final" else np.nan, np.float32)
-        if bad and self.fault == "nan_reward":
-            reward = np.nan
+        if bad and "reward" in self.fault:
+            reward = 1e39 if self.fault == "huge_reward" else np.nan  # infinite as float32
         return obs, reward, False, bad and self.fault == "inf_final", {}
+
+
+class NanReset(gym.Wrapper):
+    """An episode whose first observation alone is nan."""
+
+    def reset(self, **options):
+        obs, info = self.env.reset(**options)
+        return np.full_like(obs, np.nan), info
 
 
 class OddEnv(ConstantEnv):
@@ -206,7 +214,7 @@ gym.register("CounterBoth-v0", CounterEnv, max_episode_steps=4, kwargs={"ends_at
 gym.register("CounterAlias-v0", CounterEnv, max_episode_steps=4, kwargs={"alias": True})
 gym.register("Odd-v0", OddEnv, max_episode_steps=5)
 gym.register("Constant-v0", ConstantEnv, max_episode_steps=5)
-for fault in ("nan_obs", "nan_reward", "inf_final", "raise"):
+for fault in ("nan_obs", "nan_reward", "huge_reward", "inf_final", "raise"):
     gym.register(f"Faulty_{fault}-v0", FaultyEnv, max_episode_steps=1000, kwargs={"fault": fault})
 for kind in ("image", "dict", "integer_action", "unbounded", "empty"):
     gym.register(f"Other_{kind}-v0", OtherSpaces, kwargs={"kind": kind})
