@@ -37,9 +37,10 @@ HalfCheetah-v5 105 steps a second on one core of a virtual AMD EPYC and 157 on t
 Differs from the paper (docs/td3.md has the reasons):
     1. Noise is given in units of half the action range, so that one number fits all environments.
     2. A time limit is no death: only `terminated` ends the return.
-    3. Networks of 256-256, batches of 256, rate 3e-4 (there 400-300, 100, 1e-3). All three switches off is the update
-       of DDPG, without its network sizes, batch normalisation and weight decay.
-    4. After --resume the environments start new episodes. Without --checkpoint-replay the memory is filled with
+    3. Networks of 256-256, batches of 256, rate 3e-4 (there 400-300, 100, 1e-3).
+    4. All three switches off is the update of DDPG with our sizes and rates (there 400-300, batches of 64, rates 1e-4
+       and 1e-3, tau 0.001, noise 0.2), without its batch normalisation and weight decay.
+    5. After --resume the environments start new episodes. Without --checkpoint-replay the memory is filled with
        --learning-starts steps of the current policy before the next update. All else continues.
 
 Read `main` first, then "The math".

@@ -107,6 +107,35 @@ def test_evaluate_records_if_asked(script):
     assert len(added) == 1 and added[0].match("videos/evaluate_*.mp4") and added[0].stat().st_size > 0
 
 
+def test_policy_used_elsewhere_as_the_page_says_acts_as_in_evaluation(script, monkeypatch):
+    """The last Python block of docs/X.md, on an environment whose action range is not [-1, 1] where that is allowed."""
+    page = (Path(__file__).parents[1] / "docs" / f"{script.name}.md").read_text()
+    flags = {"env_id": "toy_envs:LineScaled-v0"} if script.name in ("sac", "td3") else {}
+    script.train(**flags)[1].rename("runs/NAME")
+    exec(page.split("```python\n")[-1].split("```")[0], namespace := {})
+    pairs = []
+
+    class Seen(gym.Wrapper):
+        def reset(self, **options):
+            self.obs, info = self.env.reset(**options)
+            return self.obs, info
+
+        def step(self, action):
+            pairs.append((np.array(self.obs), action))
+            self.obs, *rest = self.env.step(action)
+            return self.obs, *rest
+
+    wrap(monkeypatch, script.module, "make_eval_env", lambda number, real, *a: Seen(real(*a)))
+    script.main(evaluate="runs/NAME")
+    assert pairs
+    for obs, action in pairs[: len(pairs) // (2 if script.name == "sac" else 1)]:  # sac.py then samples
+        ours = namespace["act"](obs)
+        if script.name == "ppo_atari":  # sampled
+            assert isinstance(ours, int) and 0 <= ours < 3
+        else:
+            assert ours == pytest.approx(action.ravel(), abs=1e-5)
+
+
 # ---- resume --------------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +188,21 @@ def test_resume_elsewhere_goes_on_and_two_resumes_are_equal(script):
     steps = [int(row[0]) for row in rows(run_dir)]
     assert steps == sorted(steps) and steps[-1] == 8 * script.unit and 5 * script.unit in steps
     assert checkpoint(run_dir)["flags"][script.budget] == 8 * script.unit
+
+
+def test_resumed_environments_do_not_repeat_the_first_episodes(script, monkeypatch):
+    seeds = []
+
+    def seen(number, real, *arguments):
+        envs = real(*arguments)
+        reset = envs.reset
+        envs.reset = lambda *, seed=None, options=None: seeds.append(seed) or reset(seed=seed, options=options)
+        return envs
+
+    wrap(monkeypatch, script.module, "make_envs", seen)
+    _, run_dir = script.train(seed=7)
+    script.main(resume=str(run_dir), **script.units(8))
+    assert seeds == [7, 7 + 4 * script.unit]
 
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script.schedule], indirect=True, ids=str)
@@ -301,7 +345,7 @@ def test_faulty_environment_in_evaluation_stops_too(script, capsys):
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if s.name != "ppo_atari"], indirect=True, ids=str)  # (bytes)
 def test_nan_at_the_reset_of_an_evaluation_stops(script, monkeypatch, capsys):
     wrap(monkeypatch, script.module, "make_eval_env", lambda number, real, *a: NanReset(real(*a)))
-    line = script.stopped(capsys, 3, script.args())
+    line = script.stopped(capsys, 3, script.args(env_id="toy_envs:Constant-v0"))  # where all later steps are good
     assert "in evaluation" in line and "not finite" in line
 
 

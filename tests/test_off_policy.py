@@ -112,6 +112,18 @@ def test_memory_keeps_the_newest(script):
 # ---- when it is learned from ---------------------------------------------------------------------------------------
 
 
+def test_compiled_variants_agree_with_eager(script):
+    """REDQ with layer normalisation, DDPG; the defaults' turn is in test_contract.py."""
+    variants = {
+        "sac": {"num_critics": 3, "critic_subset": 2, "layer_norm": True, "autotune": False, "max_grad_norm": 0.1},
+        "td3": {"clipped_double_q": False, "delayed_policy": False, "target_smoothing": False, "max_grad_norm": 0.1},
+    }
+    flags = {**variants[script.name], "env_id": "Pendulum-v1", "total_timesteps": 128}
+    eager, compiled = (script.train(**flags, compile=flag)[1] for flag in (False, True))
+    for metric in {row[1] for row in rows(eager) if row[1].startswith("losses/")}:
+        assert values(eager, metric) == pytest.approx(values(compiled, metric), rel=1e-3, abs=1e-5), metric
+
+
 @pytest.mark.parametrize(("num_envs", "utd_ratio", "expected"), [(1, 1.0, 247), (4, 1.0, 248), (2, 0.3, 74), (2, 0, 0)])
 def test_update_ratio_is_kept_for_any_number_of_environments(script, monkeypatch, num_envs, utd_ratio, expected):
     """The ratio is per environment step, and counts from the first full memory: 10 steps (12 of four environments)."""

@@ -24,6 +24,14 @@ def test_every_sample_once_per_epoch_in_new_order(script, monkeypatch, num_envs,
     assert torch.equal(*(epoch.sort().values for epoch in epochs)) and not torch.equal(*epochs)
 
 
+@pytest.mark.parametrize(("kls", "epochs"), [([0.9, 0, 0, 0], 1), ([0, 0, 0, 0.7], 6)])
+def test_target_kl_is_compared_with_the_mean_of_an_epoch(script, monkeypatch, kls, epochs):
+    """0.2 against 0.225 and 0.175: not with the last minibatch, not with the largest, not with a factor of its own."""
+    wrap(monkeypatch, script.module, "approx_kl", lambda number, real, x: x.new_tensor(kls[(number - 1) % 4]))
+    metrics, _ = script.train(target_kl=0.2, update_epochs=6, num_minibatches=4, total_timesteps=64)
+    assert metrics["charts/update_epochs"] == epochs
+
+
 def test_target_kl_ends_the_epochs_after_one(script):
     assert script.train(target_kl=1e-9, learning_rate=0.1, update_epochs=6)[0]["charts/update_epochs"] == 1
     assert script.train(target_kl=1e9, update_epochs=6)[0]["charts/update_epochs"] == 6

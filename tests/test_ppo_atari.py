@@ -561,6 +561,7 @@ def test_evaluation_plays_whole_games_by_sampling(monkeypatch):
         ({"env_id": "NoSuchSpace/Game-v5"}, 1, "NoSuchSpace/Game-v5"),
         ({"env_id": "ALE/Breakout-ram-v5"}, 1, "ALE/Breakout-ram-v5"),
         ({"num_envs": 8}, 3, "--num-envs 8"),
+        ({"num_envs": 8}, 16, "--num-envs 8"),
         ({"num_envs": 2, "num_steps": 2}, 2, "--num-minibatches"),
         ({"sticky_actions": 1.5}, 1, "--sticky-actions"),
         ({"noop_max": -1}, 1, "--noop-max"),
@@ -589,6 +590,7 @@ def test_bad_input_is_refused_in_one_line(flags, world_size, words, capfd, monke
         (gym.spaces.Box(0, 255, (4, 35, 84), np.uint8), gym.spaces.Discrete(2)),  # nothing left after three layers
         (gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), gym.spaces.Box(-1, 1, (2,))),
         (gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), gym.spaces.MultiDiscrete([2, 2])),
+        (gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), gym.spaces.Discrete(3, start=1)),  # ours begin with 0
     ],
 )
 def test_spaces_of_a_replaced_make_envs_are_checked(observations, actions, capfd, monkeypatch):
@@ -1070,12 +1072,28 @@ def test_sigterm_to_torchrun_saves_and_one_process_can_go_on(short_evaluation):
         code = finish(process, 90)
     (run_dir,) = run_dirs()
     out = Path("out.txt").read_text()
-    assert code != 0 and out.count("saved. Continue:") == 1 and f"--resume {run_dir}" in out, out
+    assert code != 0 and out.count("saved. Continue:") == 1, out
+    assert f"torchrun --nproc-per-node 2 {RANKS} --resume {run_dir}" in out, out
     step = torch.load(run_dir / "checkpoint.pt")["run"]["global_step"]
     assert 0 < step == logged(run_dir, "losses/entropy")[-1][0]
     resumed = ppo.main(ppo.Args(resume=str(run_dir), total_timesteps=step + 128))
     assert resumed["global_step"] == step + 128 and len(run_dirs()) == 1
     assert [s for s, _ in logged(run_dir, "losses/entropy")][-3:] == [step, step + 64, step + 128]
+
+
+def test_processes_agree_on_the_end_of_the_epochs(monkeypatch):
+    """Were each to go by its own KL, they would do different numbers of updates and wait for each other for ever."""
+    real = ppo.joint_mean
+    monkeypatch.setattr(ppo, "joint_mean", lambda x: real(x) + (1e9 if x.ndim == 0 else 0))
+    metrics, _ = play(monkeypatch, by_hand(), target_kl=1.0, update_epochs=4)
+    assert metrics["charts/update_epochs"] == 1
+
+
+def test_main_sends_all_of_the_first_process_to_the_others(monkeypatch):
+    calls = spy(monkeypatch, "join_processes")
+    _, run_dir = play(monkeypatch, by_hand())
+    ((given, _),), state = calls, torch.load(run_dir / "checkpoint.pt")["parts"]["agent"]
+    assert [x.shape for x in given[2]] == [x.shape for x in state.values()] != []
 
 
 def test_only_the_first_process_evaluates(monkeypatch):
