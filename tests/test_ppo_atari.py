@@ -1030,10 +1030,11 @@ def test_two_processes_update_as_one():
 PONG = {"env_id": "ALE/Pong-v5", "num_envs": 4, "num_steps": 16, "update_epochs": 2, "seed": 5}
 
 
-def test_two_processes_run_as_one_and_one_of_them_writes(short_evaluation):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_processes_run_as_one_and_one_of_them_writes(compiled, short_evaluation):
     """Pong, the whole batch in one minibatch: both ways play the same games and learn the same from them."""
     flags = {**TINY, **PONG, "total_timesteps": 64}
-    Path("flags.json").write_text(json.dumps(flags))
+    Path("flags.json").write_text(json.dumps({**flags, "compile": compiled}))
     assert finish(torchrun("main")) == 0, Path("out.txt").read_text()
     (joint,) = run_dirs()
     files = sorted(path.name.split(".")[0] for path in joint.iterdir())
