@@ -205,8 +205,8 @@ def random_return(policy: Policy, env: gym.Env, seed: int, rng: np.random.Genera
     with policy.script.or_stop(3, f"{policy.args.env_id} at random play", "Mend the environment."):
         env.reset(seed=seed)
         while not over:
-            _, reward, terminated, truncated, _ = env.step(rng.uniform(box.low, box.high).astype(box.dtype))
-            policy.script.require_finite(reward)
+            obs, reward, terminated, truncated, _ = env.step(rng.uniform(box.low, box.high).astype(box.dtype))
+            policy.script.require_finite(obs, reward)
             total, over = total + float(reward), terminated or truncated
     return total
 

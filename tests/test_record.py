@@ -456,6 +456,15 @@ def test_environment_that_breaks_leaves_nothing(capsys):
     assert "observation/reward not finite" in line
 
 
+def test_environment_that_breaks_under_random_actions_leaves_nothing(capsys):
+    """While the reference score of random play is measured."""
+    Path(trained("sac", "Limit-v0")).rename("good.pt")
+    good = torch.load("good.pt")
+    torch.save(good | {"flags": good["flags"] | {"env_id": "Breaks-v0"}}, "breaks.pt")
+    line = refused(capsys, code=3, checkpoint=("breaks.pt",), dataset="toy/some-v0", steps=4, ref_max_score=9.0)
+    assert "at random play" in line and "not finite" in line
+
+
 def test_write_that_fails_leaves_no_dataset(monkeypatch, capsys):
     def full(*arguments, **keywords):
         raise OSError("no space left on device")
