@@ -465,6 +465,28 @@ def test_environment_that_breaks_under_random_actions_leaves_nothing(capsys):
     assert "at random play" in line and "not finite" in line
 
 
+@pytest.mark.parametrize(("name", "low", "high"), [("hopper_medium", 1100, 1500)])
+def test_committed_policies_play_as_their_names_say(name, low, high):
+    """The mode's return over five starts; the actor alone, under a megabyte."""
+    file = ROOT / "benchmark" / "policies" / f"{name}.pt"
+    assert file.stat().st_size < 1e6
+    policy = record.load_policy(str(file))
+    env = policy.make_env()
+    assert low < np.mean([policy.play(env, seed, None) for seed in range(5)]) < high
+
+
+def test_committed_replay_is_one_run_of_hopper():
+    file = ROOT / "benchmark" / "policies" / "hopper_replay.npz"
+    assert file.stat().st_size < 12e6
+    with np.load(file) as archive:
+        data = dict(archive)
+    assert {len(column) for column in data.values()} == {100_000}
+    goes_on = ~(data["terminations"] | data["truncations"])[:-1]
+    assert np.array_equal(data["next_observations"][:-1][goes_on], data["observations"][1:][goes_on])
+    assert not np.array_equal(data["next_observations"][:-1][~goes_on], data["observations"][1:][~goes_on])
+    assert data["observations"].shape[1:] == (11,) and np.abs(data["actions"]).max() <= 1
+
+
 def test_write_that_fails_leaves_no_dataset(monkeypatch, capsys):
     def full(*arguments, **keywords):
         raise OSError("no space left on device")
