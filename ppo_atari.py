@@ -33,8 +33,9 @@ Run:
     python ppo_atari.py --env-id ALE/Pong-v5 --total-timesteps 2000000
     torchrun --nproc-per-node 4 ppo_atari.py --num-envs 32              # one process per GPU; all numbers are totals
 
-Expect: on Pong a score of -3.6 and 1.9 (two seeds; it starts at -20) after two million steps, still rising, at
-some 150 steps a second on one core of a virtual AMD EPYC without bf16 instructions and 270 on two.
+Expect: on Breakout a score of 20 after a million steps (one seed), on Pong -3.6 and 1.9 after two million (two seeds;
+it starts at -20), both still rising, at some 160 steps a second on one core of a virtual AMD EPYC without bf16
+instructions and 270 on two.
 
 Differs from the paper (most are the customary details of PPO implementations; docs/ppo_atari.md has the reasons):
     1. The value loss is clipped like the policy's (--no-clip-vloss for the paper's), with its own --vf-clip-coef.

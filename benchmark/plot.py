@@ -284,7 +284,8 @@ def draw_panel(axes, task: str, loaded: dict[str, dict[str, list[dict]]], of=cur
         for curve in curves:
             axes.plot(*np.array(curve).T, color=colour, alpha=0.25, linewidth=0.6)
         steps, returns = on_common_steps(curves)
-        axes.plot(steps, returns.mean(axis=0), color=colour, label=f"{variant} ({len(curves)} seeds)")
+        legend = f"{variant} ({len(curves)} seed{'s' * (len(curves) > 1)})"
+        axes.plot(steps, returns.mean(axis=0), color=colour, label=legend)
         if len(curves) > 1:
             axes.fill_between(steps, *band(returns), color=colour, alpha=0.2, linewidth=0)
     axes.set(title=task, xlabel="step", ylabel=label)
