@@ -465,7 +465,7 @@ def test_environment_that_breaks_under_random_actions_leaves_nothing(capsys):
     assert "at random play" in line and "not finite" in line
 
 
-@pytest.mark.parametrize(("name", "low", "high"), [("hopper_medium", 1100, 1500)])
+@pytest.mark.parametrize(("name", "low", "high"), [("hopper_medium", 1100, 1500), ("hopper_expert", 2900, 3300)])
 def test_committed_policies_play_as_their_names_say(name, low, high):
     """The mode's return over five starts; the actor alone, under a megabyte."""
     file = ROOT / "benchmark" / "policies" / f"{name}.pt"
