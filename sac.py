@@ -667,8 +667,7 @@ def main(args: Args) -> dict[str, float]:
         # sums, steps: of the running episodes, their rewards' sums and their lengths
         obs, (sums, steps) = obs.reshape(-1, obs_dim).astype(np.float32), np.zeros((2, args.num_envs))
         while True:
-            # Between two logging intervals: save (at the end and when told to stop, too), evaluate (at step 0 and the
-            # end, too).
+            # Save (at the end and when told to stop, too) and evaluate (at step 0 and the end, too).
             last, first = run.global_step >= budget, not checkpoint and run.global_step == 0 < args.eval_every
             if last or caught or crossed(previous_step, run.global_step, args.checkpoint_every):
                 # The memory first, under a name of its own: whenever this is cut short, a pair that fits is left.
@@ -683,6 +682,7 @@ def main(args: Args) -> dict[str, float]:
 
             previous_step, interval_start = run.global_step, time.perf_counter()
             rows, all_rewards, reward_terms = [], [], collections.Counter()
+            # Steps until it is time to log, evaluate or save; told to stop, one of them.
             while run.global_step < budget and not (caught and all_rewards) and not crossed(
                     previous_step, run.global_step, args.log_every, args.eval_every, args.checkpoint_every):
                 # Act: with a sample of the policy, but at first at random over the whole action range.
