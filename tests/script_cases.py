@@ -158,7 +158,7 @@ OFF_POLICY_BAD_INPUT = [
     ({"buffer_size": 5, "num_envs": 4, "learning_starts": 5}, "--learning-starts 5"),
     ({"buffer_size": 3, "num_envs": 4}, "--buffer-size 3"),
     ({"buffer_size": 10**12}, "--buffer-size"),  # more than there is
-    ({"hidden_size": 10**9}, "--hidden-size"),
+    ({"hidden_size": 10**12}, "--hidden-size"),
     ({"learning_starts": 0}, "--learning-starts 0"),
     ({"utd_ratio": -1.0}, "--utd-ratio"),
     ({"policy_frequency": 0}, "--policy-frequency 0"),
