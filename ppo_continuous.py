@@ -456,6 +456,7 @@ def seed_everything(seed: int, deterministic: bool) -> np.random.Generator:
     for seeder in (random.seed, np.random.seed, torch.manual_seed): seeder(seed)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic CUDA kernels ask for
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # else each new tensor is filled first, to no use
     return np.random.default_rng(seed)
 
 
@@ -540,8 +541,7 @@ def load_checkpoint(args, changeable: set[str]) -> tuple:
     The checkpoint's flags hold, but for changeable ones that were given, that is, differ from their default.
     """
     if args.resume and args.evaluate: stop(2, "--resume and --evaluate exclude each other. Give one of them.")
-    path = args.evaluate if args.resume is None else args.resume
-    if path is None: return args, None, None
+    if (path := args.evaluate if args.resume is None else args.resume) is None: return args, None, None
     file = Path(path, "checkpoint.pt") if Path(path).is_dir() else Path(path)
     hint, ours = f"Give the checkpoint.pt, or the folder, of a run of {SCRIPT}.py.", f"{SCRIPT}.py, format {FORMAT}"
     # Whatever the file system, the zip reader or the unpickler may say:

@@ -625,6 +625,7 @@ def test_torch_deterministic(script):
     for flag in (False, True):
         script.train(torch_deterministic=flag)
         assert torch.are_deterministic_algorithms_enabled() == flag
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # a fill of every new tensor, for nothing
 
 
 def test_checkpoint_every(script, monkeypatch):
