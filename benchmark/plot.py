@@ -176,7 +176,17 @@ def number(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def table_row(variant: str, task: str, results: list[dict], base: list[dict] | None) -> str:
+def overestimation_of(result: dict) -> list[list[float]]:
+    return result.get("overestimation_curve", [])
+
+
+def late_overestimation(results: list[dict]) -> list[float]:
+    """Of each finished run that logs it, the critics' mean overestimation in the second half of training."""
+    curves = [curve for curve in map(overestimation_of, done(results)) if curve]
+    return [float(np.mean([value for step, value in curve if step > curve[-1][0] / 2])) for curve in curves]
+
+
+def table_row(variant: str, task: str, results: list[dict], base: list[dict] | None, critics: bool) -> str:
     """One line of the table; `base` holds the unchanged script's results on the same task."""
     finished, training = done(results), values(results, "training_return")
     best = [result["best"][1] for result in finished if result["best"]]
@@ -192,6 +202,7 @@ def table_row(variant: str, task: str, results: list[dict], base: list[dict] | N
         number(iqm(np.array(training))) if training else "-",
         mean_and_interval(values(results, "final")),
         number(np.mean(best)) if best else "-",
+        *([mean_and_interval(late_overestimation(results))] if critics else []),
         number(np.mean(minutes)) if minutes else "-",
         compare(interval([headline(results)]), interval([headline(base)])) if base else "-",
     ]
@@ -201,11 +212,13 @@ def table_row(variant: str, task: str, results: list[dict], base: list[dict] | N
 def table(script: str, loaded: dict[str, dict[str, list[dict]]]) -> str:
     """The Markdown table of a script and its variants, with the aggregate over tasks and how it was measured."""
     head = ["script", "task", "seeds", "steps", "training return: mean ± std [95 %]", "IQM", "final evaluation [95 %]"]
-    head += ["best evaluation", "wall minutes", f"against {script}"]
+    critics = any(late_overestimation(results) for tasks in loaded.values() for results in tasks.values())
+    head += ["best evaluation", *["overestimation of Q, second half [95 %]"] * critics]
+    head += ["wall minutes", f"against {script}"]
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     base = loaded.get(script, {})
     for variant, tasks in loaded.items():
-        lines += [table_row(variant, t, tasks[t], base.get(t) if variant != script else None) for t in tasks]
+        lines += [table_row(variant, t, tasks[t], base.get(t) if variant != script else None, critics) for t in tasks]
     return "\n".join([*lines, "", *aggregate(script, loaded), conditions(loaded)])
 
 
@@ -268,10 +281,6 @@ def on_common_steps(curves: list[list[list[float]]]) -> tuple[np.ndarray, np.nda
     first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
     grid = grid[(grid >= first) & (grid <= last)]
     return grid, np.array([np.interp(grid, *np.array(curve).T) for curve in curves])
-
-
-def overestimation_of(result: dict) -> list[list[float]]:
-    return result.get("overestimation_curve", [])
 
 
 def draw_panel(axes, task: str, loaded: dict[str, dict[str, list[dict]]], of=curve_of, label: str = "return") -> None:

@@ -394,7 +394,8 @@ def test_table_goes_between_the_markers(capsys):
         "20.00",
         "500.0 [500.0, 500.0]",
     ]
-    assert rows["| fake", "a/B-v0"][7:] == ["900.0", "1.000", "- |"]
+    # Overestimation is known of two seeds, -7.5 at half time, which does not count, and 3 at the end.
+    assert rows["| fake", "a/B-v0"][7:] == ["900.0", "3.000 [3.000, 3.000]", "1.000", "- |"]
     assert rows["| fake+same", "Task-v0"][-1] == "indistinguishable |"
     assert rows["| fake+more+more", "Task-v0"][-1] == "higher |"
     assert "- fake: IQM over 2 tasks 1.000" in text
@@ -432,6 +433,11 @@ def test_overestimation_has_panels_of_its_own_where_it_is_known(monkeypatch):
     assert seen == [*returns, ("Task-v0", "overestimation of Q", ["fake (2 seeds)"])]
     line = drawn[-1][0].get_lines()[-1]
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([500, 1000], [-7.5, 3.0])
+    assert "overestimation of Q" in plot.table("fake", loaded)
+    for task in loaded["fake"].values():
+        for value in task:
+            value.pop("overestimation_curve", None)
+    assert "overestimation of Q" not in plot.table("fake", loaded)
 
 
 def test_failed_runs_are_counted_in_the_table(monkeypatch):
