@@ -682,8 +682,10 @@ def test_checkpoint_loads_with_torch_defaults_and_holds_all(script):
 
 
 def test_progress_without_a_terminal_is_rare(script, capsys):
+    started = time.monotonic()
     script.train(**script.units(16))
-    assert capsys.readouterr().err.count("\r") <= 3
+    # At the start, at the end, and every ten seconds between them.
+    assert capsys.readouterr().err.count("\r") <= 3 + (time.monotonic() - started) / 10
 
 
 def test_video_and_weights_and_biases(script, monkeypatch):
