@@ -1,7 +1,7 @@
 """The numbers of sac.py and td3.py: each function of their math, networks, memory and update against its definition, a
 hand-worked case or Stable-Baselines3.
 
-No environment is stepped here, but for one short run. Where a case was collected from a public bug report, its number
+No environment is stepped here, but for some short runs. Where a case was collected from a public bug report, its number
 is that of the project's list of cases ("case 94"). What both scripts have is tried on both: `module` is either.
 """
 
@@ -11,6 +11,7 @@ import itertools
 import math
 import types
 from collections.abc import Iterable
+from pathlib import Path
 
 import gymnasium as gym
 import mpmath
@@ -1267,6 +1268,30 @@ def copy_into(theirs: nn.Module, ours: nn.Module) -> None:
             p.copy_(q)
 
 
+def pairs_with_theirs(model, agent) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """(theirs, ours) of each network, both with their tensors in the same order and shapes."""
+    pairs = [(model.critic, agent.critics), (model.critic_target, agent.target_critics)]
+    if isinstance(model, TD3):
+        pairs += [(model.actor, agent.actor), (model.actor_target, agent.target_actor)]
+        return [(list(theirs.parameters()), parameters_of(ours)) for theirs, ours in pairs]
+    *body, weight, bias = agent.actor.network.parameters()  # one layer for what are two of theirs
+    heads = [part for pair in zip(weight.chunk(2), bias.chunk(2), strict=True) for part in pair]
+    actor = [*model.actor.latent_pi.parameters(), *model.actor.mu.parameters(), *model.actor.log_std.parameters()]
+    return [(actor, [*body, *heads]), *((list(x.parameters()), parameters_of(y)) for x, y in pairs)]
+
+
+def copy_all_into(model, agent) -> None:
+    with torch.no_grad():
+        for theirs, ours in pairs_with_theirs(model, agent):
+            for p, q in zip(theirs, ours, strict=True):
+                p.copy_(q)
+
+
+def equal_in_all(model, agent, tolerance: float) -> None:
+    for theirs, ours in pairs_with_theirs(model, agent):
+        close(flat(ours), flat(theirs), tolerance)
+
+
 def sb3_model(kind, batches: list[list[torch.Tensor]], **options):
     """Theirs, with networks of our size, that will learn from these batches."""
     kwargs = {"net_arch": [16, 16], "activation_fn": nn.ReLU, "n_critics": 2}
@@ -1304,13 +1329,7 @@ def test_update_of_sac_equals_stable_baselines3(monkeypatch, lr, eps, updates, a
     different_targets(sac, agent, 6)
     temperature = f"auto_{alpha}" if autotune else alpha
     model = sb3_model(SAC, batches, learning_rate=lr, tau=0.3, gamma=0.95, ent_coef=temperature)
-    with torch.no_grad():
-        last, body = agent.actor.network[-1], agent.actor.network[:-1]
-        copy_into(model.actor.latent_pi, body)
-        for head, part in ((model.actor.mu, slice(0, 2)), (model.actor.log_std, slice(2, 4))):
-            head.weight.copy_(last.weight[part]), head.bias.copy_(last.bias[part])
-    copy_into(model.critic, agent.critics)
-    copy_into(model.critic_target, agent.target_critics)
+    copy_all_into(model, agent)
     model.actor.action_dist.epsilon = 0.0
     noise = normal(updates, 2, 32, ACTION_DIM, seed=4).float()
     queue = [x for pair in noise for x in (pair[1], pair[0])]  # they sample the policy's actions first
@@ -1332,12 +1351,7 @@ def test_update_of_sac_equals_stable_baselines3(monkeypatch, lr, eps, updates, a
     model.train(updates, 32)
 
     assert (flat(agent) - start).abs().max() > 1e-4
-    close(flat(parameters_of(agent.critics)), flat(model.critic), 1e-5)
-    close(flat(parameters_of(agent.target_critics)), flat(model.critic_target), 1e-5)
-    last = agent.actor.network[-1]
-    close(flat(agent.actor.network[:-1]), flat(model.actor.latent_pi), 1e-5)
-    close(last.weight, torch.cat([model.actor.mu.weight, model.actor.log_std.weight]), 1e-5)
-    close(last.bias, torch.cat([model.actor.mu.bias, model.actor.log_std.bias]), 1e-5)
+    equal_in_all(model, agent, 1e-5)
     logged = model.logger.name_to_value
     mean = {name: torch.stack([x[name] for x in losses]).mean().item() for name in losses[0]}
     assert mean["losses/qf_loss"] == pytest.approx(2 * logged["train/critic_loss"], rel=1e-5)
@@ -1362,10 +1376,7 @@ def test_updates_of_td3_equal_stable_baselines3(lr, eps, delay, updates):
     batches = sb3_batches(updates)
     agent = different_targets(td3, make_agent(td3, [1.0] * 2, [0.0] * 2, dtype=torch.float32, spread=3.0), 6)
     model = sb3_model(TD3, batches, learning_rate=lr, tau=0.3, gamma=0.95, policy_delay=delay)
-    copy_into(model.actor, agent.actor)
-    copy_into(model.actor_target, agent.target_actor)
-    copy_into(model.critic, agent.critics)
-    copy_into(model.critic_target, agent.target_critics)
+    copy_all_into(model, agent)
     set_adam(model.actor.optimizer, eps), set_adam(model.critic.optimizer, eps)
     torch.manual_seed(3)
     noise = [torch.empty(32, ACTION_DIM).normal_(0, 0.2) / 0.2 for _ in range(updates)]
@@ -1379,13 +1390,7 @@ def test_updates_of_td3_equal_stable_baselines3(lr, eps, delay, updates):
         for k in range(updates)
     ]
     assert (flat(agent.critics) - start).abs().max() > 1e-4
-    for ours, theirs in (
-        (agent.critics, model.critic),
-        (agent.target_critics, model.critic_target),
-        (agent.actor, model.actor),
-        (agent.target_actor, model.actor_target),
-    ):
-        close(flat(parameters_of(ours)), flat(theirs), 1e-5)
+    equal_in_all(model, agent, 1e-5)
     logged = model.logger.name_to_value
     qf_losses = [x["losses/qf_loss"].item() for x in losses]
     assert np.mean(qf_losses) == pytest.approx(logged["train/critic_loss"], rel=1e-5)
@@ -1393,6 +1398,91 @@ def test_updates_of_td3_equal_stable_baselines3(lr, eps, delay, updates):
     assert len(actor_losses) == updates // delay
     if actor_losses:
         assert np.mean(actor_losses) == pytest.approx(logged["train/actor_loss"], rel=1e-5, abs=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A whole run of Stable-Baselines3
+# ---------------------------------------------------------------------------------------------------------------------
+gym.register("ShortHopper-v0", gym.spec("Hopper-v5").entry_point, max_episode_steps=15)  # it falls, or time is up
+
+
+def drawn_as_ours(kind, args, monkeypatch) -> type:
+    """Their algorithm, where each random number is the one that ours draws for the same end."""
+    rng, noises = np.random.default_rng(args.seed), []  # noises: of the updates, standard normal
+
+    class Algorithm(kind):
+        def _setup_model(self):
+            super()._setup_model()
+            get = self.replay_buffer._get_samples
+            self.replay_buffer.sample = lambda batch_size, env: get(self.drawn(batch_size), env)
+
+        def drawn(self, batch_size: int) -> np.ndarray:
+            shape = (batch_size, *self.action_space.shape)
+            if kind is SAC:
+                target, policy = torch.as_tensor(rng.standard_normal((2, *shape), np.float32))
+                noises.extend([policy, target])  # they sample the policy's actions first
+                rng.permutation(args.num_critics)
+            else:
+                noises.append(torch.as_tensor(rng.standard_normal(shape, np.float32)))
+            return rng.integers(0, self.replay_buffer.size(), batch_size)
+
+        def _sample_action(self, *_):
+            obs, noise = self._last_obs, rng.standard_normal((1, *self.action_space.shape), np.float32)
+            if self.num_timesteps < args.learning_starts:
+                action = rng.uniform(-1, 1, noise.shape)
+            elif kind is TD3:
+                action = (self.predict(obs)[0] + args.exploration_noise * noise).clip(-1, 1)
+            else:
+                mean, log_std, _ = self.actor.get_action_dist_params(torch.as_tensor(obs, dtype=torch.float32))
+                action = (mean + log_std.exp() * torch.as_tensor(noise)).tanh().detach().numpy()
+            return action, action
+
+    monkeypatch.setattr(torch.distributions.normal, "_standard_normal", lambda *_, **__: noises.pop(0))
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda x, mean, std: x.copy_(mean + std * noises.pop(0)))
+    return Algorithm
+
+
+@both
+def test_a_run_equals_stable_baselines3(module, empty_folder, monkeypatch):
+    """`main` and their `learn`, 200 random steps and 81 updates: the same transitions, the same networks at the end.
+
+    Weights at the start and random numbers are shared, so this compares what lies between: exploration, what is stored
+    where an episode terminates or is cut off, what learns when, and the updates. (SAC's temperature is fixed: theirs
+    learns differently.)
+    """
+    agents = []
+
+    def record(number, real, agent, *rest):
+        agents.extend([copy.deepcopy(agent), agent] if number == 1 else [])
+        return real(agent, *rest)
+
+    wrap(monkeypatch, module, "update", record)
+    own = {"autotune": False, "alpha": 0.2} if module is sac else {}
+    flags = {"total_timesteps": 280, "learning_starts": 200, "batch_size": 64, "buffer_size": 1000, "seed": 5}
+    args = module.Args(env_id="ShortHopper-v0", eval_every=0, checkpoint_replay=True, device="cpu", **flags, **own)
+    module.main(args)
+    start, agent = agents
+
+    kind, own = (SAC, {"ent_coef": args.alpha}) if module is sac else (TD3, {})
+    flags |= {"learning_starts": 199, "learning_rate": 3e-4, "policy_kwargs": {"net_arch": [args.hidden_size] * 2}}
+    steps, env = flags.pop("total_timesteps"), gym.make(args.env_id)
+    model = drawn_as_ours(kind, args, monkeypatch)("MlpPolicy", env, device="cpu", **flags, **own)
+    copy_all_into(model, start)
+    if module is sac:
+        model.actor.action_dist.epsilon = 0.0
+        set_adam(model.critic.optimizer, 0.5e-8)  # their loss is halved
+    model.learn(steps)
+
+    assert model._n_updates == steps - args.learning_starts + 1
+    (path,) = Path("runs").rglob("replay_*.npz")
+    ours, theirs = np.load(path), model.replay_buffer
+    assert ours["terminations"].sum() > 2 and ours["truncations"].sum() > 2
+    for name in ("observations", "next_observations", "actions", "rewards"):
+        close(ours[name], getattr(theirs, name)[:steps, 0], 1e-3)
+    assert np.array_equal(ours["terminations"], theirs.dones[:steps, 0] * (1 - theirs.timeouts[:steps, 0]))
+    assert np.array_equal(ours["truncations"] & ~ours["terminations"], theirs.timeouts[:steps, 0])
+    equal_in_all(model, agent, 1e-3)
+    assert (flat(agent.actor) - flat(start.actor)).abs().max() > 0.005
 
 
 # ---------------------------------------------------------------------------------------------------------------------
