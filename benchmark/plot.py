@@ -126,7 +126,7 @@ def folder_names(results: Path) -> set[str]:
 
 def experiments(results: Path) -> set[str]:
     """The labelled scripts that have variants of their own: `td3+ablation` where there is a `td3+ablation+X`."""
-    names = folder_names(results)
+    names = {name for name in folder_names(results) if not name.startswith("sb3+")}
     return {name for name in names if "+" in name and any(other.startswith(f"{name}+") for other in names)}
 
 

@@ -405,15 +405,16 @@ def test_table_goes_between_the_markers(capsys):
 
 def test_an_experiment_is_compared_with_its_own_base(capsys, monkeypatch):
     """`fake+trial` has variants, so it is an experiment; `fake+same` has none, `sb3+fake` is another's `fake`."""
-    names = ("", "same", "trial", "trial+less", "trial+more")
+    names = ("", "same", "trial", "trial+less", "trial+more", "other")
     for name in names:
         bench(name=name)
     Path("results/fake").rename("results/sb3+fake")
+    Path("results/fake+other").rename("results/sb3+fake+trial")
     bench()
     loaded = plot.load_results(Path("results"), "fake")
     assert list(loaded) == ["fake", "fake+same", "sb3+fake"]
     loaded = plot.load_results(Path("results"), "fake+trial")
-    assert list(loaded) == ["fake+trial", "fake+trial+less", "fake+trial+more"]
+    assert list(loaded) == ["fake+trial", "fake+trial+less", "fake+trial+more", "sb3+fake+trial"]
     plot.main(["--results", "--results-dir", "results", "--images-dir", "images"])
     assert sorted(path.name for path in Path("images").iterdir()) == ["fake+trial.png", "fake.png"]
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fake+trial+less")]
