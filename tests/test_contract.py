@@ -623,6 +623,7 @@ def test_run_folder_is_named_by_flags(script, monkeypatch):
 
 def test_torch_deterministic(script):
     for flag in (False, True):
+        torch.utils.deterministic.fill_uninitialized_memory = True  # PyTorch's default
         script.train(torch_deterministic=flag)
         assert torch.are_deterministic_algorithms_enabled() == flag
         assert not torch.utils.deterministic.fill_uninitialized_memory  # a fill of every new tensor, for nothing
