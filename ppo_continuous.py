@@ -676,12 +676,12 @@ def main(args: Args) -> dict[str, float]:
         while True:
             # Between two rollouts: save (at the end and when told to stop, too), evaluate (at step 0 and the end, too).
             last, first = run.iteration >= args.num_iterations, not checkpoint and run.iteration == 0 < args.eval_every
-            if last or caught or crossed(previous_step, run.global_step, args.checkpoint_every):
+            if (told_to_stop := bool(caught)) or last or crossed(previous_step, run.global_step, args.checkpoint_every):
                 save_checkpoint(run_dir / "checkpoint.pt", args, run, parts, rng)
             if first or last or crossed(previous_step, run.global_step, args.eval_every):
                 eval_returns, metrics = evaluate(args, agent, normalize, run_dir / "videos", f"step_{run.global_step}")
                 logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
-            if last or caught: break
+            if last or told_to_stop: break  # (told while it evaluated, only after it has saved above)
 
             # Schedules: full at the first iteration; the last still has 1/num_iterations of the way to go.
             run.iteration, previous_step, rollout_start = run.iteration + 1, run.global_step, time.perf_counter()

@@ -37,13 +37,15 @@ Expect: on Pendulum-v1 an evaluation of about -150 after 20,000 steps with --lea
 Hopper-v5 of 500 to 2500 (it swings at this stage) and on HalfCheetah-v5 of 4600 to 5400 after 100,000 (three seeds
 each), at 56 steps a second on one core of a virtual AMD EPYC and 76 on two; docs/sac.md has the tables.
 
-Differs from the paper (docs/sac.md has the reasons):
+Differs from the paper ("Details that matter" in docs/sac.md has the reasons):
     1. The log std is clamped to [-5, 2].
-    2. With more critics than --critic-subset (REDQ) a new random subset gives each target, and the policy follows the
+    2. Density, and with it the target entropy, are those of the action in the environment's units.
+    3. The first --learning-starts steps are uniformly random.
+    4. With more critics than --critic-subset (REDQ) a new random subset gives each target, and the policy follows the
        mean of all critics; it is updated once per --policy-frequency updates of the critics.
-    3. --layer-norm normalises each hidden layer of the critics (DroQ, arXiv:2110.02034, without its dropout).
-    4. A time limit is no death: only `terminated` ends the return.
-    5. After --resume the environments start new episodes. Without --checkpoint-replay the memory is filled with
+    5. --layer-norm normalises each hidden layer of the critics (DroQ, arXiv:2110.02034, without its dropout).
+    6. A time limit is no death: only `terminated` ends the return.
+    7. After --resume the environments start new episodes. Without --checkpoint-replay the memory is filled with
        --learning-starts steps of the current policy before the next update. All else continues.
 
 Read `main` first, then "The math".
@@ -669,7 +671,7 @@ def main(args: Args) -> dict[str, float]:
         while True:
             # Save (at the end and when told to stop, too) and evaluate (at step 0 and the end, too).
             last, first = run.global_step >= budget, not checkpoint and run.global_step == 0 < args.eval_every
-            if last or caught or crossed(previous_step, run.global_step, args.checkpoint_every):
+            if (told_to_stop := bool(caught)) or last or crossed(previous_step, run.global_step, args.checkpoint_every):
                 # The memory first, under a name of its own: whenever this is cut short, a pair that fits is left.
                 replay = run_dir / f"replay_{run.global_step}.npz"
                 if args.checkpoint_replay: memory.save(replay)
@@ -678,7 +680,7 @@ def main(args: Args) -> dict[str, float]:
             if first or last or crossed(previous_step, run.global_step, args.eval_every):
                 eval_returns, metrics = evaluate(args, agent, run_dir / "videos", f"step_{run.global_step}")
                 logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
-            if last or caught: break
+            if last or told_to_stop: break  # (told while it evaluated, only after it has saved above)
 
             previous_step, interval_start = run.global_step, time.perf_counter()
             rows, all_rewards, reward_terms = [], [], collections.Counter()
@@ -730,7 +732,8 @@ def main(args: Args) -> dict[str, float]:
             # Metrics: losses are means over the interval, read at its end only: reading waits for the GPU.
             skips = torch.stack([row["skipped"] for row in rows] or [torch.zeros(())]).tolist()
             for row, skipped in zip(rows, skips, strict=False):  # skipped: something was not finite
-                bad_rows = [*bad_rows, row] if skipped else []
+                # A good update of the critics alone says nothing about the policy: it ends no row of bad ones.
+                bad_rows = [*bad_rows, row] if skipped else [] if "losses/actor_loss" in row else bad_rows
                 if len(bad_rows) >= args.max_skipped_updates:
                     what = next((k for k, value in bad_rows[0].items() if not value.isfinite()), "a gradient")
                     stop(3, f"{what} went bad first, {len(bad_rows)} updates skipped. Check rewards, learning rates.")

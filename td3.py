@@ -35,13 +35,15 @@ Expect: on Pendulum-v1 an evaluation of about -150 after 20,000 steps with --lea
 HalfCheetah-v5 of 1100 to 3700 after 100,000 with --learning-starts 5000 (three seeds), at 105 steps a second on one
 core of a virtual AMD EPYC and 157 on two; docs/td3.md has the tables.
 
-Differs from the paper (docs/td3.md has the reasons):
+Differs from the paper ("Details that matter" in docs/td3.md has the reasons):
     1. Noise is given in units of half the action range, so that one number fits all environments.
-    2. A time limit is no death: only `terminated` ends the return.
-    3. Networks of 256-256, batches of 256, rate 3e-4 (there 400-300, 100, 1e-3).
-    4. All three switches off is the update of DDPG with our sizes and rates (there 400-300, batches of 64, rates 1e-4
+    2. The target's action is clipped to the action range, as in the authors' code.
+    3. The first 25,000 steps are random (there 10,000 or 1,000, by task).
+    4. A time limit is no death: only `terminated` ends the return.
+    5. Networks of 256-256, batches of 256, rate 3e-4 (there 400-300, 100, 1e-3).
+    6. All three switches off is the update of DDPG with our sizes and rates (there 400-300, batches of 64, rates 1e-4
        and 1e-3, tau 0.001, noise 0.2), without its batch normalisation and weight decay.
-    5. After --resume the environments start new episodes. Without --checkpoint-replay the memory is filled with
+    7. After --resume the environments start new episodes. Without --checkpoint-replay the memory is filled with
        --learning-starts steps of the current policy before the next update. All else continues.
 
 Read `main` first, then "The math".
@@ -136,7 +138,7 @@ class Args:
     exploration_noise: float = 0.1
     """std of the exploration noise (of its increments with ou), in half action ranges"""
     exploration_noise_end: float | None = None
-    """exploration noise at the end of training, reached linearly; None = constant"""
+    """exploration noise at the end of training, reached linearly from step 0 on; None = constant"""
     hidden_size: int = 256
     """width of both hidden layers, in each network"""
     gamma: float = 0.99
@@ -580,7 +582,8 @@ def check(args: Args) -> torch.device:
         "max_grad_norm": (1e-12, math.inf), "utd_ratio": (0, 1e4), "log_every": (1, 1e12),
         "eval_every checkpoint_every": (0, 1e12),
         "exploration_noise exploration_noise_end": (0, 1e6), "noise_clip": (1e-12, 1e6),
-        "policy_noise": (0, 10 * args.noise_clip),  # (more, once clipped, is no noise but two points)
+        # (More, once clipped, is no noise but two points.)
+        "policy_noise": (0, 10 * args.noise_clip if args.target_smoothing else 1e6),
         "gamma": (0, 1), "tau": (1e-12, 1), "seed": (0, 2**31 - 1),
         # One step at least; a memory that gets as full as learning wants it.
         "total_timesteps buffer_size": (args.num_envs, 1e12),
@@ -662,7 +665,7 @@ def main(args: Args) -> dict[str, float]:
         while True:
             # Save (at the end and when told to stop, too) and evaluate (at step 0 and the end, too).
             last, first = run.global_step >= budget, not checkpoint and run.global_step == 0 < args.eval_every
-            if last or caught or crossed(previous_step, run.global_step, args.checkpoint_every):
+            if (told_to_stop := bool(caught)) or last or crossed(previous_step, run.global_step, args.checkpoint_every):
                 # The memory first, under a name of its own: whenever this is cut short, a pair that fits is left.
                 replay = run_dir / f"replay_{run.global_step}.npz"
                 if args.checkpoint_replay: memory.save(replay)
@@ -671,7 +674,7 @@ def main(args: Args) -> dict[str, float]:
             if first or last or crossed(previous_step, run.global_step, args.eval_every):
                 eval_returns, metrics = evaluate(args, agent, run_dir / "videos", f"step_{run.global_step}")
                 logger.log(run.global_step, metrics, videos=f"step_{run.global_step}")
-            if last or caught: break
+            if last or told_to_stop: break  # (told while it evaluated, only after it has saved above)
 
             previous_step, interval_start = run.global_step, time.perf_counter()
             rows, all_rewards, reward_terms = [], [], collections.Counter()
@@ -725,7 +728,8 @@ def main(args: Args) -> dict[str, float]:
             # Metrics: losses are means over the interval, read at its end only: reading waits for the GPU.
             skips = torch.stack([row["skipped"] for row in rows] or [torch.zeros(())]).tolist()
             for row, skipped in zip(rows, skips, strict=False):  # skipped: something was not finite
-                bad_rows = [*bad_rows, row] if skipped else []
+                # A good update of the critics alone says nothing about the policy: it ends no row of bad ones.
+                bad_rows = [*bad_rows, row] if skipped else [] if "losses/actor_loss" in row else bad_rows
                 if len(bad_rows) >= args.max_skipped_updates:
                     what = next((k for k, value in bad_rows[0].items() if not value.isfinite()), "a gradient")
                     stop(3, f"{what} went bad first, {len(bad_rows)} updates skipped. Check rewards, learning rates.")

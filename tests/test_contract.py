@@ -177,6 +177,26 @@ def test_resumed_run_equals_the_uninterrupted_one(script, flags, in_mid_course, 
     assert read(stopped, "summary")["final_evaluation"] == read(whole, "summary")["final_evaluation"]
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_signal_during_an_evaluation_is_no_less_resumable(script, number, monkeypatch):
+    """What is evaluated has been saved, or not, before the signal came: only the next look at it may end the run."""
+
+    def signalled(call, real, *arguments):
+        if call == number:
+            signal.raise_signal(signal.SIGTERM)
+        return real(*arguments)
+
+    wrap(monkeypatch, script.module, "evaluate", signalled)
+    with pytest.raises(SystemExit) as stop:
+        script.train(eval_every=script.unit)
+    (run_dir,) = run_dirs()
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert (number - 1) * script.unit < saved_step(run_dir) <= number * script.unit
+    assert script.main(resume=str(run_dir))["global_step"] == 4 * script.unit
+    evaluated = [int(step) for step, metric, _ in rows(run_dir) if metric == "eval/episodic_return"]
+    assert evaluated == [k * script.unit for k in range(5)]
+
+
 def test_resume_elsewhere_goes_on_and_two_resumes_are_equal(script):
     """Where episodes do not end with the rollout they start anew; everything else goes on."""
     _, run_dir = script.train(**script.varied, checkpoint_every=script.unit)

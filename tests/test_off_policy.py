@@ -150,6 +150,13 @@ def test_policy_frequency(script, monkeypatch):
         assert (policy_updates(), policy_updates(delayed_policy=False)) == (32, 64)
 
 
+def test_policy_that_is_never_updated_stops_the_run(script, monkeypatch, capsys):
+    """Updates of the critics alone, which lie between those of the policy, go well and excuse nothing."""
+    wrap(monkeypatch, script.module, "policy_loss", lambda number, real, *a: real(*a) * torch.nan)
+    line = script.stopped(capsys, 3, script.args(policy_frequency=2, max_skipped_updates=3))
+    assert "losses/actor_loss" in line and "3 updates" in line
+
+
 @pytest.mark.parametrize(("learning_starts", "updates"), [(258, 0), (257, 0), (256, 2), (254, 4)])
 def test_budget_inside_warm_up_only_warns(script, capsys, learning_starts, updates):
     """Two environments, 256 steps: with 256 the last step's updates are the only ones."""
@@ -347,6 +354,7 @@ def test_overestimation_is_q_less_the_discounted_return(script, monkeypatch, env
 
 def test_returns_are_the_modes_and_overestimation_the_samples(script, monkeypatch):
     """SAC's Q is the value of sampling; the score that counts is the mode's."""
+
     def play(number, real, agent, env, seed, *rng):
         if not rng:
             return [1.0], 6.0, 0.0

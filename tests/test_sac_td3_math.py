@@ -347,6 +347,7 @@ def test_noise_far_beyond_its_clip_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         td3.check(td3.Args(policy_noise=1e6, noise_clip=0.5))
     assert "--policy-noise" in capsys.readouterr().err
+    td3.check(td3.Args(policy_noise=1e6, target_smoothing=False))  # which then is not used
 
 
 def test_ornstein_uhlenbeck():
