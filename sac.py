@@ -206,8 +206,7 @@ class Actor(nn.Module):
         super().__init__()
         self.network = nn.Sequential(nn.Linear(obs_dim, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, hidden),
                                      nn.ReLU(inplace=True), nn.Linear(hidden, 2 * len(scale)))
-        self.register_buffer("scale", torch.as_tensor(scale, dtype=torch.float32))
-        self.register_buffer("shift", torch.as_tensor(shift, dtype=torch.float32))
+        self.scale, self.shift = (nn.Buffer(torch.as_tensor(x, dtype=torch.float32)) for x in (scale, shift))
 
     def forward(self, obs: Tensor, noise: Tensor, logprob: bool = True) -> tuple[Tensor, Tensor | None]:
         """Actions (B, D) for standard normal noise (B, D), and their log-probabilities (B,) or None."""
@@ -350,40 +349,41 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
         next_q = agent.target_critics(next_obs, next_actions)[subset].amin(0)  # (E, B) -> (B,)
         target = soft_td_target(rewards, terminations, next_q, next_logprobs, alpha, args.gamma)
     loss = qf_loss(q := agent.critics(obs, actions), target)  # q: (E, B)
-    stats = {"losses/qf_loss": loss.detach(), "losses/qf_values": q.detach().mean(), "losses/alpha": alpha}
+    loss.backward(inputs=list(agent.critics.parameters()))
+    loss, q = loss.detach(), q.detach()  # a compiled graph ends below and can hand on no graph of its own
+    stats = {"losses/qf_loss": loss, "losses/qf_values": q.mean(), "losses/alpha": alpha}
     stats["losses/qf_grad_norm"], skipped = gradient_step(loss, optimizers["critic"], args.max_grad_norm)
     with torch.no_grad():
         torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
-    if train_policy:
-        new_actions, logprobs = agent.actor(obs, noise[1])
-        q = agent.critics(obs, new_actions)  # (E, B); the critics are constants: gradient_step leaves them alone
-        loss = policy_loss(logprobs, q.amin(0) if args.critic_subset == args.num_critics else q.mean(0), alpha)
-        stats |= {"losses/actor_loss": loss.detach(), "losses/entropy": -logprobs.detach().mean()}
-        if args.autotune:  # one backward pass and step for both: neither loss depends on the other's parameters
-            alpha_loss = temperature_loss(agent.log_alpha, logprobs, agent.target_entropy)
-            loss, stats["losses/alpha_loss"] = loss + alpha_loss, alpha_loss.detach()
-        stats["losses/actor_grad_norm"], bad = gradient_step(loss, optimizers["policy"], args.max_grad_norm)
-        skipped = torch.maximum(skipped, bad)
-    return stats | {"skipped": skipped}
+    if not train_policy: return stats | {"skipped": skipped}
+
+    new_actions, logprobs = agent.actor(obs, noise[1])
+    q = agent.critics(obs, new_actions)  # (E, B)
+    loss = policy_loss(logprobs, q.amin(0) if args.critic_subset == args.num_critics else q.mean(0), alpha)
+    stats |= {"losses/actor_loss": loss.detach(), "losses/entropy": -logprobs.detach().mean()}
+    if args.autotune:  # one backward pass and step for both: neither loss depends on the other's parameters
+        alpha_loss = temperature_loss(agent.log_alpha, logprobs, agent.target_entropy)
+        loss, stats["losses/alpha_loss"] = loss + alpha_loss, alpha_loss.detach()
+    # The critics are constants here.
+    loss.backward(inputs=[*agent.actor.parameters(), *[agent.log_alpha] * args.autotune])
+    stats["losses/actor_grad_norm"], bad = gradient_step(loss.detach(), optimizers["policy"], args.max_grad_norm)
+    return stats | {"skipped": torch.maximum(skipped, bad)}
 
 
-# differs from ppo_continuous.py, ppo_atari.py: gradients of some of the parameters that the loss depends on
-@torch.compiler.disable  # a compiled update has its backward pass compiled already; tracing fused Adam only costs time
+# differs from ppo_continuous.py, ppo_atari.py: the backward pass, which asks for some gradients only, is in update()
+@torch.compiler.disable  # tracing fused Adam only costs time
 def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> tuple[Tensor, Tensor]:
-    """Backward, clip (the optimizer's first group), step, all for the optimizer's parameters alone.
+    """After the backward pass: clip (the optimizer's first group), step, and forget the gradients.
 
     Returns (gradient norm before clipping, 1 if the step was skipped or 0). A loss or gradient that is not finite
     changes nothing: fused Adam skips the step by itself when told so.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in parameters: p.grad = None
-    loss.backward(inputs=parameters)
     # nn.utils.clip_grad_norm_ written out: for small networks its checks take longer than the sums.
     grads = [p.grad for p in optimizer.param_groups[0]["params"]]
     grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     if max_grad_norm < math.inf: torch._foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1))
-    optimizer.found_inf = 1 - torch.isfinite(loss.detach() + grad_norm).float()
-    optimizer.step()
+    optimizer.found_inf = 1 - torch.isfinite(loss + grad_norm).float()
+    optimizer.step(), optimizer.zero_grad()
     return grad_norm, optimizer.found_inf
 
 
@@ -652,6 +652,8 @@ def main(args: Args) -> dict[str, float]:
         with or_stop(2, f"{replay} cannot be read", "Delete it: the memory is then filled anew."): memory.load(replay)
     elif checkpoint and args.checkpoint_replay: print(f"warning: {replay} is missing; refilling", file=sys.stderr)
     logger = Logger(run_dir, args, device, run.global_step)
+    # One graph for a loss and its gradients (without, those of the critics in the policy's loss are computed, too).
+    if args.compile: torch._dynamo.config.trace_autograd_ops = True
     # reduce-overhead: CUDA graphs on CUDA; on the CPU the same as the default mode.
     run_dir, step_update = logger.run_dir, torch.compile(update, mode="reduce-overhead") if args.compile else update
     budget = args.total_timesteps // args.num_envs * args.num_envs

@@ -207,8 +207,7 @@ class Actor(nn.Module):
         super().__init__()
         self.network = nn.Sequential(nn.Linear(obs_dim, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, hidden),
                                      nn.ReLU(inplace=True), nn.Linear(hidden, len(scale)))
-        self.register_buffer("scale", torch.as_tensor(scale, dtype=torch.float32))
-        self.register_buffer("shift", torch.as_tensor(shift, dtype=torch.float32))
+        self.scale, self.shift = (nn.Buffer(torch.as_tensor(x, dtype=torch.float32)) for x in (scale, shift))
 
     def forward(self, obs: Tensor) -> Tensor:
         """(B, obs_dim) -> (B, D)."""
@@ -345,38 +344,37 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
                                                   args.noise_clip * scale, shift - scale, shift + scale)
         next_q = agent.target_critics(next_obs, next_actions)  # (2, B)
         target = td_target(rewards, terminations, next_q.amin(0) if args.clipped_double_q else next_q[0], args.gamma)
-    q = agent.critics(obs, actions)  # (2, B)
-    loss = qf_loss(q, target)
-    stats = {"losses/qf_loss": loss.detach(), "losses/qf_values": q.detach().mean()}
+    loss = qf_loss(q := agent.critics(obs, actions), target)  # q: (2, B)
+    loss.backward(inputs=list(agent.critics.parameters()))
+    loss, q = loss.detach(), q.detach()  # a compiled graph ends below and can hand on no graph of its own
+    stats = {"losses/qf_loss": loss, "losses/qf_values": q.mean()}
     stats["losses/qf_grad_norm"], skipped = gradient_step(loss, optimizers["critic"], args.max_grad_norm)
-    if train_policy:
-        loss = policy_loss(agent.critics(obs, agent.actor(obs), number=1))  # the slope of the first critic alone
-        stats["losses/actor_loss"] = loss.detach()
-        stats["losses/actor_grad_norm"], bad = gradient_step(loss, optimizers["policy"], args.max_grad_norm)
-        skipped = torch.maximum(skipped, bad)
-        with torch.no_grad():
-            for slow, fast in ((agent.target_critics, agent.critics), (agent.target_actor, agent.actor)):
-                torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), args.tau)
-    return stats | {"skipped": skipped}
+    if not train_policy: return stats | {"skipped": skipped}
+
+    loss = policy_loss(agent.critics(obs, agent.actor(obs), number=1))  # the slope of the first critic alone
+    stats["losses/actor_loss"] = loss.detach()
+    loss.backward(inputs=list(agent.actor.parameters()))  # the critics are constants here
+    stats["losses/actor_grad_norm"], bad = gradient_step(loss.detach(), optimizers["policy"], args.max_grad_norm)
+    with torch.no_grad():
+        for slow, fast in ((agent.target_critics, agent.critics), (agent.target_actor, agent.actor)):
+            torch._foreach_lerp_(list(slow.parameters()), list(fast.parameters()), args.tau)
+    return stats | {"skipped": torch.maximum(skipped, bad)}
 
 
-# differs from ppo_continuous.py, ppo_atari.py: gradients of some of the parameters that the loss depends on
-@torch.compiler.disable  # a compiled update has its backward pass compiled already; tracing fused Adam only costs time
+# differs from ppo_continuous.py, ppo_atari.py: the backward pass, which asks for some gradients only, is in update()
+@torch.compiler.disable  # tracing fused Adam only costs time
 def gradient_step(loss: Tensor, optimizer: torch.optim.Adam, max_grad_norm: float) -> tuple[Tensor, Tensor]:
-    """Backward, clip (the optimizer's first group), step, all for the optimizer's parameters alone.
+    """After the backward pass: clip (the optimizer's first group), step, and forget the gradients.
 
     Returns (gradient norm before clipping, 1 if the step was skipped or 0). A loss or gradient that is not finite
     changes nothing: fused Adam skips the step by itself when told so.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in parameters: p.grad = None
-    loss.backward(inputs=parameters)
     # nn.utils.clip_grad_norm_ written out: for small networks its checks take longer than the sums.
     grads = [p.grad for p in optimizer.param_groups[0]["params"]]
     grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     if max_grad_norm < math.inf: torch._foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1))
-    optimizer.found_inf = 1 - torch.isfinite(loss.detach() + grad_norm).float()
-    optimizer.step()
+    optimizer.found_inf = 1 - torch.isfinite(loss + grad_norm).float()
+    optimizer.step(), optimizer.zero_grad()
     return grad_norm, optimizer.found_inf
 
 
@@ -645,6 +643,8 @@ def main(args: Args) -> dict[str, float]:
         with or_stop(2, f"{replay} cannot be read", "Delete it: the memory is then filled anew."): memory.load(replay)
     elif checkpoint and args.checkpoint_replay: print(f"warning: {replay} is missing; refilling", file=sys.stderr)
     logger = Logger(run_dir, args, device, run.global_step)
+    # One graph for a loss and its gradients (without, those of the critics in the policy's loss are computed, too).
+    if args.compile: torch._dynamo.config.trace_autograd_ops = True
     # reduce-overhead: CUDA graphs on CUDA; on the CPU the same as the default mode.
     run_dir, step_update = logger.run_dir, torch.compile(update, mode="reduce-overhead") if args.compile else update
     budget = args.total_timesteps // args.num_envs * args.num_envs

@@ -707,30 +707,35 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) > 0 and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+def step(module, loss: torch.Tensor, optimizer: torch.optim.Optimizer, limit: float):
+    """`gradient_step` after the loss's backward pass."""
+    loss.backward()
+    return module.gradient_step(loss.detach(), optimizer, limit)
+
+
 @both
 @pytest.mark.parametrize("limit", [math.inf, 100.0, 1.0])
 def test_gradient_step_clips_and_reports_the_norm_as_it_was(module, limit):
-    """Of 3 x + 4 y the gradient is (3, 4), its norm 5; one that is left over from before does not count."""
+    """Of 3 x + 4 y the gradient is (3, 4), its norm 5; nothing is left of it for the next one."""
     x, y = (nn.Parameter(f64([1.0])) for _ in range(2))
     optimizer = torch.optim.SGD([x, y], lr=1.0, fused=True)
-    x.grad = f64([1000.0])
-    norm, skipped = module.gradient_step((3 * x + 4 * y).sum(), optimizer, limit)
+    norm, skipped = step(module, (3 * x + 4 * y).sum(), optimizer, limit)
     close(norm, 5, 1e-12)
     assert skipped == 0
     size = min(1.0, limit / 5)
     close(torch.cat([x, y]), f64([1 - 3 * size, 1 - 4 * size]), 1e-6)
+    assert x.grad is None and y.grad is None
 
 
 @both
 def test_gradient_step_is_that_of_the_optimizers_own_parameters(module):
-    """Clipping and norm are its first group's; what else the loss depends on gets no gradient."""
+    """Clipping and norm are its first group's; what else has a gradient is left alone."""
     x, y, other = (nn.Parameter(f64([1.0])) for _ in range(3))
     optimizer = torch.optim.SGD([{"params": [x]}, {"params": [y], "lr": 0.5}], lr=1.0, fused=True)
-    y.grad = f64([1000.0])
-    norm, _ = module.gradient_step((3 * x + 4 * y + 5 * other).sum(), optimizer, 1.0)
+    norm, _ = step(module, (3 * x + 4 * y + 5 * other).sum(), optimizer, 1.0)
     close(norm, 3, 1e-12)
-    close(torch.cat([x, y]), f64([1 - 1, 1 - 0.5 * 4]), 1e-6)
-    assert other.grad is None
+    close(torch.cat([x, y, other]), f64([1 - 1, 1 - 0.5 * 4, 1]), 1e-6)
+    assert x.grad is None and y.grad is None and other.grad == 5
 
 
 @both
@@ -741,7 +746,7 @@ def test_gradient_step_is_adam(module):
     reference = torch.optim.Adam([theirs], 0.01, fused=False, foreach=False)
     for k in range(3):
         weights = normal(7, seed=k)
-        module.gradient_step((weights * ours.square()).sum(), optimizer, math.inf)
+        step(module, (weights * ours.square()).sum(), optimizer, math.inf)
         reference.zero_grad()
         (weights * theirs.square()).sum().backward()
         reference.step()
@@ -759,7 +764,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(module, bad, 
         x = nn.Parameter(torch.tensor([1.0, -2.0, 0.0]))
         optimizer = torch.optim.Adam([x], 0.1, fused=True)
         if not first:
-            module.gradient_step(x.square().sum(), optimizer, limit)
+            step(module, x.square().sum(), optimizer, limit)
         if poisoned:
             before = x.detach().clone(), {k: v.clone() for k, v in optimizer.state[x].items()}
             loss = {
@@ -769,13 +774,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(module, bad, 
                 "infinite gradient": x[2].clamp(min=0).sqrt(),  # the loss is 0
                 "overflow": (x * 1e20).square().sum(),
             }[bad]
-            norm, skipped = module.gradient_step(loss, optimizer, limit)
+            norm, skipped = step(module, loss, optimizer, limit)
             assert skipped == 1
             assert not (loss.isfinite() and norm.isfinite())
             assert torch.equal(x, before[0])
             assert all(not v.any() if first else torch.equal(v, before[1][k]) for k, v in optimizer.state[x].items())
         for _ in range(2):
-            _, skipped = module.gradient_step((x - 3).square().sum(), optimizer, limit)
+            _, skipped = step(module, (x - 3).square().sum(), optimizer, limit)
             assert skipped == 0
         after.append([x.detach(), *optimizer.state[x].values()])
     assert same(*after)
@@ -827,6 +832,18 @@ def run_update(module, agent, optimizers, batch, train_policy=True, noise=None, 
     noise = normal(2, size, dim, seed=9).to(dtype) if noise is None else noise
     subset = torch.arange(args.critic_subset) if subset is None else torch.tensor(subset)
     return sac.update(agent, optimizers, batch, noise, subset, train_policy, args)
+
+
+def watch_gradients(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor | None]]:
+    """What `optimizer` steps with, one entry per step: the gradient of each of its parameters."""
+    seen = []
+
+    def look(optimizer, args, kwargs):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        seen.append([None if p.grad is None else p.grad.clone() for p in parameters])
+
+    optimizer.register_step_pre_hook(look)
+    return seen
 
 
 def different_targets(module, agent, seed=5):
@@ -1105,9 +1122,11 @@ def test_actor_loss_leaves_no_gradient_in_the_critics(module):
     """Case 101: the critics' gradients are those of their own loss, policy trained or not."""
     gradients = []
     for train_policy in (True, False):
-        agent = make_agent(module)
-        run_update(module, agent, adams(module, agent), make_batch(), train_policy=train_policy)
-        gradients.append(flat([p.grad for p in agent.critics.parameters()]))
+        optimizers = adams(module, agent := make_agent(module))
+        steps = watch_gradients(optimizers["critic"])
+        run_update(module, agent, optimizers, make_batch(), train_policy=train_policy)
+        gradients.append(flat(steps[0]))
+        assert all(p.grad is None for p in agent.parameters())  # nor for the critics' next step
     assert torch.equal(*gradients) and gradients[0].any()
 
 
@@ -1115,8 +1134,9 @@ def test_alpha_is_a_constant_in_the_policys_loss():
     """With autotune off nothing but that loss could leave a gradient."""
     agent = make_agent(sac, alpha=0.3)
     optimizers = adams(sac, agent)
+    steps = watch_gradients(optimizers["policy"])
     stats = run_update(sac, agent, optimizers, make_batch(), autotune=False)
-    assert agent.log_alpha.grad is None and agent.log_alpha not in optimizers["policy"].state
+    assert steps[0][-1] is None and agent.log_alpha not in optimizers["policy"].state
     close(agent.log_alpha, math.log(0.3), 1e-6)
     assert "losses/alpha_loss" not in stats
 
@@ -1129,11 +1149,13 @@ def test_temperature_rises_below_its_target_entropy_and_falls_above(alpha, offse
     entropy = run_update(sac, agent := make_agent(sac), adams(sac, agent), batch)["losses/entropy"].item()
     for make, step in ((adams, 3e-4 * offset), (plain, alpha * offset)):
         agent = make_agent(sac, alpha=alpha, target_entropy=entropy + offset)
-        stats = run_update(sac, agent, make(sac, agent), batch, target_entropy=123.0)
+        optimizers = make(sac, agent)
+        steps = watch_gradients(optimizers["policy"])
+        stats = run_update(sac, agent, optimizers, batch, target_entropy=123.0)
         close(agent.log_alpha, math.log(alpha) + step, 1e-6)
         close(stats["losses/alpha"], alpha, 1e-6)
         close(stats["losses/entropy"], entropy, 1e-6)
-        assert agent.log_alpha.grad * offset < 0
+        assert steps[0][-1] * offset < 0
 
 
 @both
@@ -1157,10 +1179,11 @@ def test_gradients_of_critics_and_policy_are_clipped_apart(module, limit):
         before = [flat(part) for part in learners(module, agent).values()]
         # The policy's critics must not depend on the limit: they hardly move.
         optimizers = plain(module, agent, critic=1e-9)
+        steps = watch_gradients(optimizers["critic"])
         stats = run_update(module, agent, optimizers, batch, max_grad_norm=max_grad_norm)
         norms.append([stats[f"losses/{x}_grad_norm"].item() for x in ("qf", "actor")])
         moved = [(flat(part) - old).norm() for part, old in zip(learners(module, agent).values(), before, strict=True)]
-        close(flat([p.grad for p in agent.critics.parameters()]).norm(), min(norms[-1][0], max_grad_norm), 1e-6)
+        close(flat(steps[0]).norm(), min(norms[-1][0], max_grad_norm), 1e-6)
         close(moved[1], min(norms[-1][1], max_grad_norm), 1e-6)
         if module is sac:
             assert moved[2] > 0.1
