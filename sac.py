@@ -35,7 +35,7 @@ Run:
 
 Expect: on Pendulum-v1 an evaluation of about -150 after 20,000 steps with --learning-starts 1000 (five seeds), on
 Hopper-v5 of 500 to 2500 (it swings at this stage) and on HalfCheetah-v5 of 4600 to 5400 after 100,000 (three seeds
-each), at 56 steps a second on one core of a virtual AMD EPYC and 76 on two; docs/sac.md has the tables.
+each), at 78 steps a second on one core of a virtual AMD EPYC and 146 on two with --compile; docs/sac.md has the tables.
 
 Differs from the paper ("Details that matter" in docs/sac.md has the reasons):
     1. The log std is clamped to [-5, 2].
