@@ -347,8 +347,9 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
     loss = qf_loss(q := agent.critics(obs, actions), target)  # q: (2, B)
     loss.backward(inputs=list(agent.critics.parameters()))
     loss, q = loss.detach(), q.detach()  # a compiled graph ends below and can hand on no graph of its own
-    stats = {"losses/qf_loss": loss, "losses/qf_values": q.mean()}
-    stats["losses/qf_grad_norm"], skipped = gradient_step(loss, optimizers["critic"], args.max_grad_norm)
+    grad_norm, skipped = gradient_step(loss, optimizers["critic"], args.max_grad_norm)
+    # (The mean is taken down here for --compile: where nothing is computed below, it would never compile the policy's.)
+    stats = {"losses/qf_loss": loss, "losses/qf_values": q.mean(), "losses/qf_grad_norm": grad_norm}
     if not train_policy: return stats | {"skipped": skipped}
 
     loss = policy_loss(agent.critics(obs, agent.actor(obs), number=1))  # the slope of the first critic alone
