@@ -32,8 +32,8 @@ Run:
     python td3.py --no-clipped-double-q --no-delayed-policy --no-target-smoothing --noise ou        # DDPG
 
 Expect: on Pendulum-v1 an evaluation of about -150 after 20,000 steps with --learning-starts 1000 (five seeds), on
-HalfCheetah-v5 of 1100 to 3700 after 100,000 with --learning-starts 5000 (three seeds), at 120 steps a second on one
-core of a virtual AMD EPYC and 178 on two with --compile; docs/td3.md has the tables.
+HalfCheetah-v5 of 1100 to 3700 after 100,000 with --learning-starts 5000 (three seeds), at 101 steps a second on one
+core of a virtual AMD EPYC and 148 on two with --compile; docs/td3.md has the tables.
 
 Differs from the paper ("Details that matter" in docs/td3.md has the reasons):
     1. Noise is given in units of half the action range, so that one number fits all environments.

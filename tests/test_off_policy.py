@@ -124,6 +124,35 @@ def test_compiled_variants_agree_with_eager(script):
         assert values(eager, metric) == pytest.approx(values(compiled, metric), rel=1e-3, abs=1e-5), metric
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_matrix_product_for_gradients_that_nobody_wants(script, monkeypatch, compiled):
+    """Target 3 (actor) + 2 (critics), critics 2 forward + 3 backward; policy 3 + 2 forward, 2 + 5 backward.
+
+    The critics' gradients in the policy's loss would be two more, and so they are where a compiled graph leaves the
+    backward pass to another one.
+    """
+    products, real, update = [], torch.compile, script.module.update
+
+    def profiled(step):
+        def call(*arguments):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                result = step(*arguments)
+            kinds = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+            products.append(sum(event.name in kinds for event in profile.events()))
+            return result
+
+        return call
+
+    if compiled:
+        monkeypatch.setattr(torch, "compile", lambda f, **kw: profiled(real(f, **kw)) if f is update else real(f, **kw))
+    else:
+        monkeypatch.setattr(script.module, "update", profiled(update))
+    flags = {"env_id": "Hopper-v5", "num_envs": 1, "hidden_size": 64, "batch_size": 64, "learning_starts": 64}
+    flags |= {"total_timesteps": 80, "utd_ratio": 1.0, "policy_frequency": 2, "device": "cpu"}
+    script.train(**flags, compile=compiled)
+    assert sorted(products[-4:]) == [10, 10, 22, 22]
+
+
 @pytest.mark.parametrize(("num_envs", "utd_ratio", "expected"), [(1, 1.0, 247), (4, 1.0, 248), (2, 0.3, 74), (2, 0, 0)])
 def test_update_ratio_is_kept_for_any_number_of_environments(script, monkeypatch, num_envs, utd_ratio, expected):
     """The ratio is per environment step, and counts from the first full memory: 10 steps (12 of four environments)."""
