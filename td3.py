@@ -348,7 +348,8 @@ def update(agent: Agent, optimizers: dict[str, torch.optim.Adam], batch: list[Te
     loss.backward(inputs=list(agent.critics.parameters()))
     loss, q = loss.detach(), q.detach()  # a compiled graph ends below and can hand on no graph of its own
     grad_norm, skipped = gradient_step(loss, optimizers["critic"], args.max_grad_norm)
-    # (The mean is taken down here for --compile: where nothing is computed below, it would never compile the policy's.)
+    # (The mean is taken after the step: if an update without the policy computed nothing from here on, torch.compile
+    # would skip the rest of this function for good, with the policy's part.)
     stats = {"losses/qf_loss": loss, "losses/qf_values": q.mean(), "losses/qf_grad_norm": grad_norm}
     if not train_policy: return stats | {"skipped": skipped}
 
