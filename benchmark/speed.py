@@ -352,7 +352,8 @@ def main(args: Args) -> None:
             "hardware": hardware(measurements[0]["device"]),
             "versions": {"python": sys.version.split()[0]}
             | {package: version(package) for package in workload.packages},
-            "command": shlex.join(["python", "benchmark/speed.py", "--workloads", name]),
+            "command": f"python benchmark/speed.py --workloads {name} "
+            f"--repetitions {args.repetitions} --windows {args.windows}",
             "our_command": shlex.join(workload.command(args.windows + WARM_UP, args.device)),
             "unit": f"steps per second, windows of {workload.window} steps, the first {WARM_UP} left out",
             **parts,
