@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tyro
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
@@ -511,6 +512,25 @@ def test_our_speed_is_read_from_the_run(monkeypatch):
     speeds, device = speed.our_speeds(workload, 7, "cpu", 1, "ours")
     assert speeds["loop"] == [5.0] * 7 and device == "cpu"
     assert not Path("runs").exists()
+
+
+def test_recorded_command_measures_the_same_again(monkeypatch):
+    given = []
+
+    def measure(workload, args):
+        given.append((args.workloads, args.repetitions, args.windows))
+        sides = ["ours", "ours --compile", *workload.peers]
+        return [
+            {"side": side, "threads": threads, "device": "cpu", "loop": 1.0, "update": 2.0}
+            for side in sides
+            for threads in args.threads
+        ]
+
+    monkeypatch.setattr(speed, "measure", measure)
+    speed.main(speed.Args(workloads=("sac",), repetitions=4, windows=7, results_dir=Path()))
+    words = json.loads(Path("sac.json").read_text())["sac"]["command"].split()
+    speed.main(tyro.cli(speed.Args, args=[*words[2:], "--results-dir", "."]))
+    assert given[0] == given[1] == (("sac",), 4, 7)
 
 
 def test_update_speed_is_steps_over_the_time_spent_in_updates():
